@@ -34,11 +34,14 @@ class Calibration(BaseModel):
     rho: float = Field(2.0, description="anchor blend ρ (Eq. 11): 0 base, 1 merged, above 1 extrapolates")
     ridge: float = Field(0.05, ge=0, description="ridge λ (Eq. 12), scale-free")
     tune: Literal["auto", "off"] = Field("auto", description="choose ridge, rho, alpha without labels")
-    schedule: Literal["block", "group"] = Field("block", description="block: one snapshot per block; group: each input group in turn")
+    schedule: Literal["block", "group"] = Field(
+        "block", description="block: one snapshot per block; group: each input group in turn"
+    )
     bias: bool = Field(True, description="update the biases of linear modules")
     norm: Literal["auto", "on", "off"] = Field("auto", description="auto: LayerNorm on, RMSNorm off")
     token_weights: Literal["auto", "uniform", "class_token"] = Field(
-        "auto", description="weights of the last block's tokens; auto: class token 1, others 0.01, on CLIP and ViT"
+        "auto",
+        description="weights of the last block's tokens; auto: class token 1, others 0.01, on CLIP and ViT",
     )
     include: tuple[str, ...] = Field(("*",), description="globs on parameter names to calibrate")
     exclude: tuple[str, ...] = Field((), description="globs on parameter names to keep")

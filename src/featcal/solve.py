@@ -107,7 +107,10 @@ def linear_bias(
     desired_TM = b_experts_TM + torch.einsum("tmd,td->tm", W_experts_TMD, mean_target_TD)
     reached_TM = mean_calibrated_TD @ W_new_MD.T
     return bias_from_sums(
-        (omega_T1 * (desired_TM - reached_TM)).sum(0), float(omega_T.sum()), anchor(b_merged_M, b_base_M, rho), ridge
+        (omega_T1 * (desired_TM - reached_TM)).sum(0),
+        float(omega_T.sum()),
+        anchor(b_merged_M, b_base_M, rho),
+        ridge,
     )
 
 

@@ -1,0 +1,239 @@
+"""`featcal.calibrate`: models in memory in, a calibrated model out."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .blocks import find_blocks, inputs_of
+from .calibrate import Job, Task
+from .calibrate import calibrate as run_job
+from .errors import InputError, nearest
+from .log import progress_bar
+from .network import Network, pick_device
+from .settings import Calibration, make_settings
+from .stream import MODEL_ERRORS, Stream
+from .student import Student
+from .targets import BlockInfo, Group, choose, probe, with_readout
+from .update import Record
+
+logger = logging.getLogger("featcal")
+Scores = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass
+class Result:
+    """What `featcal.calibrate` returns."""
+
+    model: nn.Module
+    records: list[Record]
+    """One per module of the blocks: calibrated or kept, with the objective before and after."""
+    settings: Calibration
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By phase."""
+
+
+def calibrate(
+    merged: nn.Module,
+    *,
+    base: nn.Module,
+    experts: Mapping[str, nn.Module],
+    data: Mapping[str, Iterable[Any]],
+    scores: Mapping[str, Scores] | None = None,
+    preset: str | None = None,
+    blocks: Sequence[str] | None = None,
+    device: str | torch.device = "auto",
+    seed: int = 42,
+    inplace: bool = False,
+    progress: bool = True,
+    **settings: Any,
+) -> Result:
+    """Calibrate a merged model toward its experts (FeatCal), block by block, in closed form.
+
+    Args:
+        merged: the merged model; base, merged and experts are of one class.
+        base: the common base, for the anchor W^base + ρ (W^M − W^base).
+        experts: task name → expert.
+        data: task name → iterable of batches: a dict of tensors, a tensor, or a tuple led by either. Padding is taken
+            from the batch's `attention_mask` (`decoder_attention_mask`). At most `samples` samples per task are read. No label is.
+        scores: task name → function (model, batch) → (rows, classes), for models whose scores live outside them.
+        preset: `clip`, `flan-t5`, `llama`, …: the published settings.
+        blocks: globs of block names, for models that are not transformers'.
+        device: `auto`, `cpu`, `cuda`, …
+        inplace: change `merged` itself instead of a copy.
+        settings: any field of `Calibration`, e.g. alpha=0.3, rho=2.0, ridge=0.05.
+
+    Raises:
+        InputError: models that do not fit together, a task without data, a batch that the model refuses.
+    """
+    clock = time.perf_counter()
+    chosen = make_settings(preset, **settings)
+    check_models(merged, base, experts, data)
+    torch.manual_seed(seed)
+    batches = {task: take_samples(task, data[task], chosen.samples) for task in experts}
+    model = merged if inplace else copy.deepcopy(merged)
+    where = pick_device(device)
+    infos = survey(model, next(iter(batches.values()))[0], blocks, chosen, where)
+    order = [info.name for info in infos]
+    check_experts(base, experts, order)
+    with ExitStack() as stack:
+        network = stack.enter_context(Network("the merged model", model, order, where).open())
+        opened: dict[int, Network] = {}
+        tasks = []
+        for name, expert in experts.items():
+            if id(expert) not in opened:
+                opened[id(expert)] = stack.enter_context(Network(f"expert '{name}'", expert, order, where).open())
+            own = opened[id(expert)]
+            rows = sum(batch_size(batch) for batch in batches[name])
+            tasks.append(Task(name, own, Stream(own, batches[name], name), range(len(batches[name])), rows))
+        student = Student(chosen, network, {name: Stream(network, batches[name], name) for name in experts})
+        job = Job(
+            blocks=infos,
+            tasks=tasks,
+            merged=network,
+            base=Network("the base", base, order, where),
+            students=[student],
+            schedule=chosen.schedule,
+            progress=progress_bar("calibrating", enabled=progress),
+        )
+        updates: dict[str, Tensor] = {}
+        job.finish = lambda info, student, _: updates.update(
+            {f"{info.name}.{name}": value.cpu() for name, value in student.overrides.items()}
+        )
+        ready = time.perf_counter()
+        records = run_job(job)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in updates.items():
+            parameters[name].copy_(value)
+    records += kept_records(model, infos)
+    warn_about(records, infos, batches)
+    end = time.perf_counter()
+    return Result(model, records, chosen, {"prepare": ready - clock, "calibrate": end - ready, "total": end - clock})
+
+
+def survey(
+    model: nn.Module, batch: Any, blocks: Sequence[str] | None, settings: Calibration, device: torch.device
+) -> list[BlockInfo]:
+    """The blocks in order of execution with what is calibrated in each, from one forward on the first batch."""
+    names = find_blocks(model, blocks)
+    network = Network("the merged model", model, [], device)
+    with network.open():
+        try:
+            infos = probe(model, names, batch, device)
+        except MODEL_ERRORS as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"the merged model's forward refuses the first batch: {error}") from error
+    return choose(with_readout(infos, model, settings.token_weights), model, settings)
+
+
+def check_models(merged: nn.Module, base: nn.Module, experts: Mapping[str, nn.Module], data: Mapping[str, Any]) -> None:
+    """One class, the same task names on both sides, nobody listed twice under two roles."""
+    if not experts:
+        raise InputError("experts: give at least one expert, e.g. experts={'cars': model}")
+    for task in data:
+        if task not in experts:
+            raise InputError(f"data: task '{task}' has no expert{nearest(task, experts)}")
+    for task in experts:
+        if task not in data:
+            raise InputError(f"data: task '{task}' has an expert but no data; give data={{'{task}': batches}}")
+    for label, model in {"base": base, **{f"expert '{t}'": m for t, m in experts.items()}}.items():
+        if type(model) is not type(merged):
+            raise InputError(
+                f"{label} is a {type(model).__name__}, the merged model a {type(merged).__name__}; load all with one class"
+            )
+        if model is merged:
+            raise InputError(f"{label} is the merged model itself; give separate objects")
+
+
+def check_experts(base: nn.Module, experts: Mapping[str, nn.Module], blocks: Sequence[str]) -> None:
+    """Same shapes inside the blocks; an expert that equals the base there was never fine-tuned (or loaded wrongly)."""
+    reference = {f"{b}.{n}": p for b in blocks for n, p in base.get_submodule(b).named_parameters()}
+    for task, expert in experts.items():
+        parameters = dict(expert.named_parameters())
+        same = True
+        for name, p in reference.items():
+            other = parameters.get(name)
+            if other is None or other.shape != p.shape:
+                got = "no such parameter" if other is None else f"shape {tuple(other.shape)}"
+                raise InputError(f"expert '{task}': {name} has {got}, the base has {tuple(p.shape)}")
+            same = same and torch.equal(other.to(p), p)
+        if same:
+            raise InputError(
+                f"expert '{task}' equals the base in every block; was it fine-tuned, or its adapter never applied?"
+            )
+
+
+def take_samples(task: str, source: Iterable[Any], samples: int) -> list[Any]:
+    """The first `samples` samples of an iterable of batches, the last batch cut to fit."""
+    batches: list[Any] = []
+    missing = samples
+    for batch in source:
+        rows = batch_size(batch)
+        if rows == 0:
+            continue
+        batches.append(batch if rows <= missing else cut(batch, missing))
+        missing -= min(rows, missing)
+        if not missing:
+            break
+    if not batches:
+        raise InputError(f"task '{task}': its data holds no sample")
+    return batches
+
+
+def batch_size(batch: Any) -> int:
+    """Samples in a batch: the length of its first tensor."""
+    args, kwargs = inputs_of(batch)
+    for value in [*args, *kwargs.values()]:
+        if isinstance(value, Tensor) and value.dim():
+            return len(value)
+    raise InputError("a batch holds no tensor; give dicts of tensors, tensors, or tuples led by either")
+
+
+def cut(batch: Any, rows: int) -> Any:
+    """The first rows of a batch."""
+    size = batch_size(batch)
+    args, kwargs = inputs_of(batch)
+
+    def part(value: Any) -> Any:
+        return value[:rows] if isinstance(value, Tensor) and value.dim() and len(value) == size else value
+
+    return {key: part(value) for key, value in kwargs.items()} if kwargs else part(args[0])
+
+
+def kept_records(model: nn.Module, infos: Sequence[BlockInfo]) -> list[Record]:
+    """A record for every module that holds parameters and was not a target, inside and outside the blocks."""
+    records = [Record(i.name, module, "other", "kept", reason) for i in infos for module, reason in i.kept.items()]
+    inside = tuple(f"{info.name}." for info in infos)
+    for name, module in model.named_modules():
+        outside = name not in {i.name for i in infos} and not name.startswith(inside)
+        if outside and next(module.parameters(recurse=False), None) is not None:
+            records.append(Record("", name, "other", "kept", "outside the blocks"))
+    return records
+
+
+def warn_about(records: Sequence[Record], infos: Sequence[BlockInfo], batches: Mapping[str, Sequence[Any]]) -> None:
+    """Say aloud what a user should know: kept targets, and tasks with fewer tokens than a module has inputs."""
+    for record in records:
+        if record.kind != "other" and record.status == "kept":
+            logger.warning("%s.%s keeps the merged weight: %s", record.block, record.module, record.reason)
+    groups = [unit for info in infos for unit in info.units if isinstance(unit, Group)]
+    if not groups:
+        return
+    narrow = min(groups, key=lambda group: group.width)
+    for task, own in batches.items():
+        rows = int(narrow.rows_per_sample * sum(batch_size(batch) for batch in own))
+        if rows < narrow.width:
+            logger.warning(
+                "task '%s': about %d tokens for modules with %d inputs; more samples would calibrate better",
+                task, rows, narrow.width,
+            )  # fmt: skip

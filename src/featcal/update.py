@@ -1,0 +1,207 @@
+"""From a unit's sums to its new parameters and its record: solve, cast to the saved dtype, check, or keep and say why."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import solve
+from .moments import GroupSums
+from .settings import Calibration
+
+
+@dataclass
+class Record:
+    """What happened to one module."""
+
+    block: str
+    module: str
+    kind: str
+    """`linear`, `layernorm` or `rmsnorm`; `other` for what is never calibrated."""
+    status: str
+    """`calibrated` or `kept`."""
+    reason: str = ""
+    rows: int = 0
+    before: float | None = None
+    """The module's objective (Eq. 15; norms: Appendix G) at the merged weights."""
+    after: float | None = None
+    ridge: float | None = None
+    """λ + ε as used; larger than asked when the factorisation needed it."""
+    seconds: float = 0.0
+
+
+@dataclass
+class LinearParameters:
+    """A linear module of the merged model and its anchor: weights (out, in); biases or None; float32 or float64."""
+
+    merged_MD: Tensor
+    anchor_MD: Tensor
+    merged_bias_M: Tensor | None
+    anchor_bias_M: Tensor | None
+
+
+@dataclass
+class NormPart:
+    """One task's share in a norm's update; γ is the effective scale (weight + offset)."""
+
+    mean_C: Tensor
+    energy_C: Tensor
+    gamma_C: Tensor
+    beta_C: Tensor | None
+    rows: int
+
+
+def update_group(
+    block: str,
+    modules: dict[str, LinearParameters],
+    dtypes: dict[str, torch.dtype],
+    sums: GroupSums,
+    settings: Calibration,
+    with_bias: set[str],
+) -> tuple[dict[str, Tensor], list[Record]]:
+    """New `{module}.weight` (out, in) and `{module}.bias` for the modules of one input group, and their records.
+
+    `dtypes` are those of the file: what is returned is rounded to them, and the objective is that of the rounded weight.
+    """
+    start = time.perf_counter()
+    new: dict[str, Tensor] = {}
+    records = [Record(block, name, "linear", "kept", rows=sums.rows) for name in modules]
+    problem = _problem(sums)
+    system = None
+    if not problem:
+        try:
+            system = solve.factor(sums.G_DD, settings.ridge)
+        except solve.NotPositiveDefinite as error:
+            problem = str(error)
+    for record in records:
+        if system is None:
+            record.reason = problem
+            continue
+        weight = _update_weight(modules[record.module], dtypes[record.module], sums, system, settings.ridge, record)
+        if weight is None:
+            continue
+        new[f"{record.module}.weight"] = weight
+        if record.module in with_bias:
+            bias = _update_bias(modules[record.module], weight, sums, settings.ridge, record.module)
+            new[f"{record.module}.bias"] = bias.to(dtypes[record.module])
+    seconds = (time.perf_counter() - start) / max(len(records), 1)
+    for record in records:
+        record.seconds = seconds
+    return new, records
+
+
+def _problem(sums: GroupSums) -> str:
+    if sums.broken:
+        return f"non-finite features in task {', '.join(repr(t) for t in sums.broken)}"
+    if sums.rows == 0:
+        return "no calibration row reached it"
+    return ""
+
+
+def _update_weight(
+    module: LinearParameters,
+    dtype: torch.dtype,
+    sums: GroupSums,
+    system: solve.Factor,
+    ridge: float,
+    record: Record,
+) -> Tensor | None:
+    """The new weight in the file's dtype, or None when the merged one is kept; fills the record.
+
+    The objective is a quadratic with its minimum at W*, so at any other W it is the minimum plus
+    tr[(W−W*)(Σω_iG_i + λI)(W−W*)ᵀ]: no cancellation, even where the drift is tiny.
+    """
+    R_MD = sums.R_MD[record.module]
+    change_MD = solve.solve_right(R_MD, system)
+    best_MD = module.anchor_MD.double() + change_MD
+    weight = best_MD.to(dtype)
+    extra = system.ridge - ridge  # ε and the ladder's part of the ridge are not in Eq. 15
+    minimum = sums.floor[record.module] - float((change_MD * R_MD).sum())
+    minimum = max(minimum - extra * float(change_MD.square().sum()), 0.0)
+
+    def objective(W_MD: Tensor) -> float:
+        gap = W_MD.double() - best_MD
+        value = minimum + quadratic(gap, sums.G_DD) + system.ridge * float(gap.square().sum())
+        shift = W_MD.double() - module.anchor_MD.double()
+        return value - extra * float(shift.square().sum() - change_MD.square().sum())
+
+    record.ridge = system.ridge
+    record.before = max(objective(module.merged_MD), 0.0)
+    record.after = minimum if dtype.itemsize >= 4 else max(objective(weight), 0.0)
+    if not bool(weight.isfinite().all()):
+        record.reason = f"the solution is not finite in {str(dtype).removeprefix('torch.')}"
+    elif not record.after <= record.before:
+        record.reason = f"rounding to {str(dtype).removeprefix('torch.')} outweighs the gain"
+    else:
+        record.status = "calibrated"
+        return weight
+    record.after = record.before
+    return None
+
+
+def quadratic(gap_MD: Tensor, G_DD: Tensor) -> float:
+    """tr(A G Aᵀ) in float32 products, float64 sum; A is scaled so that neither tiny nor huge entries are lost."""
+    scale = float(gap_MD.abs().max())
+    peak = float(G_DD.diagonal().abs().max())
+    if scale == 0.0 or peak == 0.0:
+        return 0.0
+    gap, G = (gap_MD / scale).float(), (G_DD / peak).float()
+    return float(((gap @ G) * gap).sum(dtype=torch.float64)) * scale * scale * peak
+
+
+def _update_bias(module: LinearParameters, weight: Tensor, sums: GroupSums, ridge: float, name: str) -> Tensor:
+    assert module.anchor_bias_M is not None
+    gap = sums.desired_M[name] - weight.double() @ sums.mean_D
+    return solve.bias_from_sums(gap, sums.omega, module.anchor_bias_M.double(), ridge)
+
+
+def update_norm(
+    block: str,
+    module: str,
+    centred: bool,
+    merged: tuple[Tensor, Tensor | None],
+    base: tuple[Tensor, Tensor | None],
+    dtype: torch.dtype,
+    parts: list[NormPart],
+    settings: Calibration,
+) -> tuple[Tensor | None, Tensor | None, Record]:
+    """New effective scale and shift (each (C,), float64; None: kept) of a norm, and its record."""
+    start = time.perf_counter()
+    record = Record(block, module, "layernorm" if centred else "rmsnorm", "kept", rows=sum(p.rows for p in parts))
+    mean, energy = torch.stack([p.mean_C for p in parts]), torch.stack([p.energy_C for p in parts])
+    gammas = torch.stack([p.gamma_C for p in parts]).double()
+    shifts = [p.beta_C for p in parts]
+    betas = None if any(b is None for b in shifts) else torch.stack([b for b in shifts if b is not None]).double()
+    (g_merged, b_merged), (g_base, b_base) = (
+        tuple(None if t is None else t.double() for t in p) for p in (merged, base)
+    )
+    assert g_merged is not None and g_base is not None
+    gamma, beta = solve.norm_affine(
+        mean, energy, gammas, betas, g_merged, g_base, b_merged, b_base, settings.ridge, settings.rho
+    )
+    anchors = (
+        solve.anchor(g_merged, g_base, settings.rho),
+        (None if b_merged is None or b_base is None else solve.anchor(b_merged, b_base, settings.rho)),
+    )
+
+    def objective(gamma_C: Tensor, beta_C: Tensor | None) -> float:
+        dbeta = None if betas is None or beta_C is None else beta_C - betas
+        value = solve.norm_objective(mean, energy, gamma_C - gammas, dbeta)
+        value += settings.ridge * float((gamma_C - anchors[0]).square().sum())
+        if beta_C is not None and anchors[1] is not None:
+            value += settings.ridge * float((beta_C - anchors[1]).square().sum())
+        return value
+
+    record.ridge = settings.ridge
+    record.before, record.after = objective(g_merged, b_merged), objective(gamma, beta)
+    record.seconds = time.perf_counter() - start
+    finite = bool(gamma.to(dtype).isfinite().all()) and (beta is None or bool(beta.to(dtype).isfinite().all()))
+    if not finite:
+        record.reason = "non-finite features or solution"
+        record.before = record.after = None
+        return None, None, record
+    record.status = "calibrated"
+    return gamma, beta, record
