@@ -22,7 +22,7 @@ from .network import Network, pick_device
 from .settings import Calibration, make_settings
 from .stream import MODEL_ERRORS, Stream
 from .student import Student
-from .targets import BlockInfo, Group, choose, probe, with_readout
+from .targets import BlockInfo, Group, choose, probe, skippable_stem, with_readout
 from .update import Record
 
 logger = logging.getLogger("featcal")
@@ -63,7 +63,8 @@ def calibrate(
         base: the common base, for the anchor W^base + ρ (W^M − W^base).
         experts: task name → expert.
         data: task name → iterable of batches: a dict of tensors, a tensor, or a tuple led by either. Padding is taken
-            from the batch's `attention_mask` (`decoder_attention_mask`). At most `samples` samples per task are read. No label is.
+            from the batch's `attention_mask` (`decoder_attention_mask`). At most `samples` samples per task are read;
+            no label is.
         scores: task name → function (model, batch) → (rows, classes), for models whose scores live outside them.
         preset: `clip`, `flan-t5`, `llama`, …: the published settings.
         blocks: globs of block names, for models that are not transformers'.
@@ -81,16 +82,17 @@ def calibrate(
     batches = {task: take_samples(task, data[task], chosen.samples) for task in experts}
     model = merged if inplace else copy.deepcopy(merged)
     where = pick_device(device)
-    infos = survey(model, next(iter(batches.values()))[0], blocks, chosen, where)
+    infos, stem = survey(model, next(iter(batches.values()))[0], blocks, chosen, where)
     order = [info.name for info in infos]
     check_experts(base, experts, order)
     with ExitStack() as stack:
-        network = stack.enter_context(Network("the merged model", model, order, where).open())
+        network = stack.enter_context(Network("the merged model", model, order, where, stem).open())
         opened: dict[int, Network] = {}
         tasks = []
         for name, expert in experts.items():
             if id(expert) not in opened:
-                opened[id(expert)] = stack.enter_context(Network(f"expert '{name}'", expert, order, where).open())
+                own = Network(f"expert '{name}'", expert, order, where, stem)
+                opened[id(expert)] = stack.enter_context(own.open())
             own = opened[id(expert)]
             rows = sum(batch_size(batch) for batch in batches[name])
             tasks.append(Task(name, own, Stream(own, batches[name], name), range(len(batches[name])), rows))
@@ -105,11 +107,15 @@ def calibrate(
             progress=progress_bar("calibrating", enabled=progress),
         )
         updates: dict[str, Tensor] = {}
-        job.finish = lambda info, student, _: updates.update(
-            {f"{info.name}.{name}": value.cpu() for name, value in student.overrides.items()}
-        )
+        records: list[Record] = []
+
+        def finish(info: BlockInfo, student: Student, made: Sequence[Record]) -> None:
+            updates.update({f"{info.name}.{name}": value.cpu() for name, value in student.overrides.items()})
+            records.extend(made)
+
+        job.finish = finish
         ready = time.perf_counter()
-        records = run_job(job)
+        run_job(job)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in updates.items():
@@ -122,18 +128,19 @@ def calibrate(
 
 def survey(
     model: nn.Module, batch: Any, blocks: Sequence[str] | None, settings: Calibration, device: torch.device
-) -> list[BlockInfo]:
-    """The blocks in order of execution with what is calibrated in each, from one forward on the first batch."""
+) -> tuple[list[BlockInfo], tuple[str, ...]]:
+    """The blocks in order of execution with what is calibrated in each, and the stem to skip; from the first batch."""
     names = find_blocks(model, blocks)
     network = Network("the merged model", model, [], device)
     with network.open():
         try:
             infos = probe(model, names, batch, device)
+            stem = skippable_stem(model, [info.name for info in infos], cut(batch, 1), device)
         except MODEL_ERRORS as error:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"the merged model's forward refuses the first batch: {error}") from error
-    return choose(with_readout(infos, model, settings.token_weights), model, settings)
+    return choose(with_readout(infos, model, settings.token_weights), model, settings), stem
 
 
 def check_models(merged: nn.Module, base: nn.Module, experts: Mapping[str, nn.Module], data: Mapping[str, Any]) -> None:
@@ -149,7 +156,7 @@ def check_models(merged: nn.Module, base: nn.Module, experts: Mapping[str, nn.Mo
     for label, model in {"base": base, **{f"expert '{t}'": m for t, m in experts.items()}}.items():
         if type(model) is not type(merged):
             raise InputError(
-                f"{label} is a {type(model).__name__}, the merged model a {type(merged).__name__}; load all with one class"
+                f"{label} is a {type(model).__name__}, the merged model a {type(merged).__name__}; load all alike"
             )
         if model is merged:
             raise InputError(f"{label} is the merged model itself; give separate objects")

@@ -105,7 +105,8 @@ def call_model(model: nn.Module, batch: Any, device: torch.device | None = None)
 def inference(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no gradients, no key-value cache; everything is put back afterwards."""
     training = {module: module.training for module in model.modules()}
-    configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "use_cache")}
+    found = (getattr(module, "config", None) for module in model.modules())
+    configs: dict[int, Any] = {id(config): config for config in found if hasattr(config, "use_cache")}
     caching = {key: config.use_cache for key, config in configs.items()}
     model.eval()
     for config in configs.values():
@@ -130,16 +131,30 @@ class Gate:
         self._live = -1
         self._state: State = {}
         self._output: Any = None
+        self._stem_shapes: dict[tuple[str, torch.Size], torch.Size] = {}
+        self.skip_stem: tuple[str, ...] = ()
+        """Costly modules ahead of the blocks (a patch embedding's convolution) whose output only the first block reads:
+        once that block is done they return a stand-in of the right shape. `targets.skippable_stem` proves which."""
 
     def __enter__(self) -> Gate:
         for name in self.order:
             block = self.model.get_submodule(name)
             block.forward = partial(self._forward, name, block.forward)
+        for name in self.skip_stem:
+            module = self.model.get_submodule(name)
+            module.forward = partial(self._stem, name, module.forward)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for name in self.order:
+        for name in (*self.order, *self.skip_stem):
             del self.model.get_submodule(name).forward  # the class's own method shows again
+
+    def _stem(self, name: str, real: Callable[..., Any], x: Tensor) -> Tensor:
+        if self._live > 0 and (name, x.shape) in self._stem_shapes:
+            return x.new_zeros(1).expand(self._stem_shapes[name, x.shape])
+        output: Tensor = real(x)
+        self._stem_shapes[name, x.shape] = output.shape
+        return output
 
     def _forward(self, name: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         rank = self._rank[name]

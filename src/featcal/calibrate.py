@@ -1,21 +1,19 @@
-"""THE algorithm. Blocks in forward order; in each, moments from the experts' and the merged model's features, one ridge
-solve per module, and the calibrated block's own features for the next one.
+"""THE algorithm: blocks in forward order, one closed-form ridge solve per module.
 
     for each block:
-        for each pass over it (one for all units; one per unit in the `group` schedule):
-            for each task: run the expert's block and the merged block on the same samples, sum up what their modules read
-            solve each module in closed form (Eq. 17)
+        for each pass over it (one for all units; in the `group` schedule one per unit):
+            for each task: run the expert's and the merged block on the same samples, sum up what their modules read
+            solve each module (Eq. 17)
         run the calibrated block: its outputs are what the next block reads
 
-A *unit* is a group of linear modules that read the same tensor, or a norm. A *student* is a merged model being calibrated;
-there is one, or one per candidate while settings are tuned. Residency, resume and processes are the networks', the
-journal's and the comm's business: none of it shows here.
+A *unit* is a group of linear modules that read the same tensor, or a norm. A *student* is a merged model being
+calibrated: one, or one per candidate while settings are tuned. Residency, resume and processes do not show here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -49,6 +47,7 @@ class Job:
     base: Network
     students: Sequence[Student]
     schedule: str = "block"
+    """`block`: all units of a block from one snapshot, as published. `group`: each sees the earlier ones calibrated."""
     restore: Callable[[BlockInfo], dict[str, Tensor] | None] = lambda info: None
     """New parameters of a block that an earlier, interrupted run has finished."""
     finish: Callable[[BlockInfo, Student, Sequence[Record]], None] = lambda info, student, records: None
@@ -56,35 +55,30 @@ class Job:
     watch: Callable[[BlockInfo, nn.Module], None] = lambda info, block: None
     """Sees every block with its merged weights, before the students move on."""
     progress: Callable[[Sequence[BlockInfo]], Iterable[BlockInfo]] = iter
-    records: list[Record] = field(default_factory=list)
 
 
-def calibrate(job: Job) -> list[Record]:
-    """Calibrate every student of the job, block by block; records of the first student's modules."""
+def calibrate(job: Job) -> None:
+    """Calibrate every student of the job, block by block."""
     for info in job.progress(job.blocks):
         with job.merged.block(info.name) as block:
-            records: list[Record] = []
-            restored = job.restore(info)
             for student in job.students:
                 student.overrides = {}
+            restored = job.restore(info)
             if restored is None:
-                records = fit(job, info, block)
-                job.finish(info, job.students[0], records)
+                job.finish(info, job.students[0], fit(job, info, block))
             else:
                 job.students[0].overrides = restored
-                teach_all(job, info)
-            job.records += records
+                skip(job, info)
             job.watch(info, block)
             for student in job.students:
                 student.advance(info.name, block, {t.name: range(len(t.stream.batches)) for t in job.tasks})
-    return job.records
 
 
 def fit(job: Job, info: BlockInfo, block: nn.Module) -> list[Record]:
     """New parameters of one block, into each student's `overrides`; the experts' streams move past the block."""
     records: list[Record] = []
     base = job.base.parameters(info.name)
-    passes = passes_over(info, job.schedule)
+    passes = [[unit] for unit in info.units] if job.schedule == "group" and info.units else [list(info.units)]
     for units in passes:
         for student in job.students:
             student.begin(info.name, units, block, base)
@@ -93,13 +87,6 @@ def fit(job: Job, info: BlockInfo, block: nn.Module) -> list[Record]:
         made = [student.solve() for student in job.students]
         records += made[0]
     return records
-
-
-def passes_over(info: BlockInfo, schedule: str) -> list[list[Unit]]:
-    """`block`: all units from one snapshot, as published. `group`: each in turn, seeing the earlier ones calibrated."""
-    if schedule == "group" and info.units:
-        return [[unit] for unit in info.units]
-    return [list(info.units)]
 
 
 def learn_task(job: Job, info: BlockInfo, task: Task, units: Sequence[Unit], *, last: bool) -> None:
@@ -114,14 +101,15 @@ def learn_task(job: Job, info: BlockInfo, task: Task, units: Sequence[Unit], *, 
                     task.stream.forward(info.name, index, keep=True)
                 continue
             with Capture(expert, units, expert=True, stop=not last) as seen:
-                task.stream.forward(info.name, index, keep=last)
+                if last or seen.wanted:
+                    task.stream.forward(info.name, index, keep=last)
             for student in job.students:
                 student.observe(task.name, index, Lesson(seen.inputs, seen.outputs))
         for student in job.students:
             student.close_task(task.name, expert)
 
 
-def teach_all(job: Job, info: BlockInfo) -> None:
+def skip(job: Job, info: BlockInfo) -> None:
     """Move the experts' streams past a block that needs no fitting."""
     for task in job.tasks:
         with task.expert.block(info.name):

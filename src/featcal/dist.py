@@ -1,4 +1,4 @@
-"""Sums over processes. One process: everything is local. Collectives come in the order of the plan, never of the data."""
+"""Sums over processes. Collectives come in the order of the plan, never of the data. One process: all is local."""
 
 from __future__ import annotations
 

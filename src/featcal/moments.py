@@ -113,7 +113,7 @@ class TaskMoments:
         self._pending: list[tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]] = []
 
     def add(self, x_cali_RD: Tensor, x_exp_RD: Tensor, weights_R: Tensor | None, outputs_RM: dict[str, Tensor]) -> None:
-        """Add rows: both models' inputs, token weights (None: all one), and the expert modules' outputs, bias included."""
+        """Add rows: both models' inputs, token weights (None: all one), the expert modules' outputs with biases."""
         self._pending.append((x_cali_RD, x_exp_RD, weights_R, outputs_RM))
         if sum(len(entry[0]) for entry in self._pending) >= CHUNK:
             self._flush()

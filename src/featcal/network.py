@@ -29,9 +29,17 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 class Network:
     """A whole model in memory. Parameters that must move or change dtype do so only while they are resident."""
 
-    def __init__(self, label: str, model: nn.Module, order: Sequence[str], device: torch.device):
+    def __init__(
+        self,
+        label: str,
+        model: nn.Module,
+        order: Sequence[str],
+        device: torch.device,
+        skip_stem: tuple[str, ...] = (),
+    ):
         self.label, self.model, self.order, self.device = label, model, list(order), device
         self.gate = Gate(model, order)
+        self.gate.skip_stem = skip_stem
         self._stored = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
 
     @contextmanager

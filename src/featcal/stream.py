@@ -28,7 +28,7 @@ class Stream:
             raise
         except MODEL_ERRORS as error:
             raise InputError(
-                f"task '{self.task}', batch {index}: the forward of {self.network.label} failed in block {block}: {error}"
+                f"task '{self.task}', batch {index}: {self.network.label} refuses it in block {block}: {error}"
             ) from error
         if keep:
             self.states[index] = {**self.states[index], stack_of(block): output}

@@ -27,6 +27,7 @@ from .targets import (
     keep_rows,
     normalise,
     select_rows,
+    tensor_of,
     weight_view,
 )
 from .update import LinearParameters, NormPart, Record, update_group, update_norm
@@ -72,7 +73,7 @@ class Student:
         base_weight = work(as_matrix(module, self._base[f"{name}.weight"]))
         if module.bias is None:
             return LinearParameters(weight, anchor(weight, base_weight, rho), None, None)
-        bias = work(module.bias.data)
+        bias = work(tensor_of(module, "bias"))
         return LinearParameters(
             weight,
             anchor(weight, base_weight, rho),
@@ -90,9 +91,9 @@ class Student:
                 continue
             modules = {}
             for name in unit.modules:
-                bias = expert.get_submodule(name).bias
-                weight = work(weight_view(expert.get_submodule(name)))
-                modules[name] = Module(weight, self._linears[name].anchor_MD, None if bias is None else work(bias.data))
+                module = expert.get_submodule(name)
+                bias = None if module.bias is None else work(tensor_of(module, "bias"))
+                modules[name] = Module(work(weight_view(module)), self._linears[name].anchor_MD, bias)
             form = cheaper_form(unit.width, list(unit.outputs), int(samples * unit.rows_per_sample))
             self._moments[unit.modules[0]] = TaskMoments(unit.width, modules, self.settings.alpha, form, device)
 
@@ -138,7 +139,7 @@ class Student:
                 assert isinstance(unit, Norm)
                 module = expert.get_submodule(unit.module)
                 mean, energy = moments.averages()
-                gamma, beta = _affine(module.weight.data, module.bias.data if unit.bias else None, unit)
+                gamma, beta = _affine_of(module, unit)
                 self._parts[key][task] = NormPart(mean, energy, gamma, beta, moments.rows)
 
     def solve(self) -> list[Record]:
@@ -180,7 +181,7 @@ class Student:
     def _solve_norm(self, norm: Norm) -> tuple[dict[str, Tensor], list[Record]]:
         module = self._block.get_submodule(norm.module)
         names = [f"{norm.module}.weight"] + ([f"{norm.module}.bias"] if norm.bias else [])
-        merged = _affine(module.weight.data, module.bias.data if norm.bias else None, norm)
+        merged = _affine_of(module, norm)
         base = _affine(self._base[names[0]], self._base[names[1]] if norm.bias else None, norm)
         dtype = self.network.stored_dtype(f"{self._name}.{names[0]}")
         parts = self.comm.gather_parts(self._parts[norm.module])
@@ -234,3 +235,7 @@ def work(x: Tensor) -> Tensor:
 def _affine(weight: Tensor, bias: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor | None]:
     """A norm's effective scale and shift, float64."""
     return weight.double() + norm.offset, None if bias is None else bias.double()
+
+
+def _affine_of(module: nn.Module, norm: Norm) -> tuple[Tensor, Tensor | None]:
+    return _affine(tensor_of(module, "weight"), tensor_of(module, "bias") if norm.bias else None, norm)

@@ -73,8 +73,14 @@ def as_matrix(module: nn.Module, weight: Tensor) -> Tensor:
 
 def weight_view(module: nn.Module) -> Tensor:
     """The module's weight as (out, in), a view."""
-    assert isinstance(module.weight, Tensor)
-    return as_matrix(module, module.weight.data)
+    return as_matrix(module, tensor_of(module, "weight"))
+
+
+def tensor_of(module: nn.Module, name: str) -> Tensor:
+    """The data of a parameter that the module is known to have."""
+    value = getattr(module, name)
+    assert isinstance(value, Tensor)
+    return value.data
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -228,11 +234,11 @@ def probe(model: nn.Module, blocks: Sequence[str], batch: Any, device: torch.dev
         times = recorder.order.count(name)
         if times == 0:
             raise InputError(
-                f"block '{name}' never ran on the first batch; give batches that reach it, or name the blocks to calibrate"
+                f"block '{name}' never ran on the first batch; give batches that reach it, or name the blocks wanted"
             )
         if times > 1:
             raise InputError(
-                f"block '{name}' runs {times} times in one forward (weights shared across depth); this cannot be calibrated"
+                f"block '{name}' runs {times} times in one forward (weights shared across depth): not supported"
             )
     return [recorder.infos[name] for name in recorder.order]
 
@@ -393,13 +399,55 @@ def choose(infos: list[BlockInfo], model: nn.Module, settings: Calibration) -> l
     return infos
 
 
+def skippable_stem(model: nn.Module, order: Sequence[str], batch: Any, device: torch.device | None) -> tuple[str, ...]:
+    """Convolutions outside the blocks that need not run again once the first block is done, proven on one batch.
+
+    Proof: with stand-ins for their outputs, the second block, the last block and the model's output are bit-equal.
+    """
+    inside = tuple(f"{name}." for name in order)
+    convolutions = tuple(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and not name.startswith(inside)
+    )
+    if not convolutions or len(order) < 2:
+        return ()
+    plain, skipping = _walk(model, order, batch, (), device), _walk(model, order, batch, convolutions, device)
+    return convolutions if all(_equal(a, b) for a, b in zip(plain, skipping, strict=True)) else ()
+
+
+def _walk(
+    model: nn.Module, order: Sequence[str], batch: Any, skip: tuple[str, ...], device: torch.device | None
+) -> list[Any]:
+    gate = Gate(model, order)
+    gate.skip_stem = skip
+    state: dict[str, Any] = {}
+    seen: list[Any] = []
+    with gate:
+        for name in order:
+            state[stack_of(name)] = gate.run(batch, name, state, device)
+            seen.append(state[stack_of(name)])
+        seen.append(gate.finish(batch, state, device))
+    return seen
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b)
+
+
 class Capture:
     """Inputs of a block's units (and outputs of its linears), caught by hooks while the context is open."""
 
     def __init__(self, block: nn.Module, units: Sequence[Group | Norm], *, expert: bool, stop: bool):
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
-        self._wanted = {key for unit in units if (key := capture_key(unit, expert))}
+        self.wanted = {key for unit in units if (key := capture_key(unit, expert))}
         self._stop = stop
         self._handles: list[Any] = []
         modules = dict(block.named_modules())
@@ -415,7 +463,7 @@ class Capture:
     def _reader(self, key: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             self.inputs[key] = args[0]
-            if self._stop and self.inputs.keys() == self._wanted:
+            if self._stop and self.inputs.keys() == self.wanted:
                 Gate.stop()
 
         return hook

@@ -1,4 +1,4 @@
-"""From a unit's sums to its new parameters and its record: solve, cast to the saved dtype, check, or keep and say why."""
+"""From a unit's sums to its new parameters and record:"""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def update_group(
 ) -> tuple[dict[str, Tensor], list[Record]]:
     """New `{module}.weight` (out, in) and `{module}.bias` for the modules of one input group, and their records.
 
-    `dtypes` are those of the file: what is returned is rounded to them, and the objective is that of the rounded weight.
+    `dtypes` are those of the file: what is returned is rounded to them, and so is the weight whose objective counts.
     """
     start = time.perf_counter()
     new: dict[str, Tensor] = {}

@@ -109,9 +109,7 @@ class Merger(BaseModel):
         """The merged task vector (shape of one tensor) of the task vectors `deltas`."""
         raise AssertionError(f"{self.method} does not merge tensor by tensor")
 
-    def merge_tensor(
-        self, name: str, base: Tensor, experts: list[Tensor], *, module_kind: Kind = "other"
-    ) -> Tensor:
+    def merge_tensor(self, name: str, base: Tensor, experts: list[Tensor], *, module_kind: Kind = "other") -> Tensor:
         """One tensor of the merged model, in the base's dtype; float32 or wider inside.
 
         Tensors that no expert changed, and tensors that are not floating point, are returned as they are in
@@ -199,9 +197,7 @@ def get_merger(name: str, params: Mapping[str, Any] | None = None) -> Merger:
         return get_merger(target, {**preset, **params})
     if name not in REGISTRY:
         known = [*REGISTRY, *ALIASES]
-        raise InputError(
-            f"unknown merge method '{name}'{nearest(name, known)}; known: {', '.join(sorted(known))}"
-        )
+        raise InputError(f"unknown merge method '{name}'{nearest(name, known)}; known: {', '.join(sorted(known))}")
     cls = REGISTRY[name]
     for key in params:
         if key not in cls.model_fields:

@@ -29,19 +29,13 @@ class Dare(Merger):
     device, in any order.
     """
 
-    combine: Literal["linear", "ties", "average"] = Field(
-        "linear", description="how the survivors are merged"
-    )
+    combine: Literal["linear", "ties", "average"] = Field("linear", description="how the survivors are merged")
     drop_rate: float = Field(0.5, ge=0, lt=1, description="p: the probability that an entry is dropped")
-    scale: float | None = Field(
-        None, description="s; left out: 0.3 for linear, 0.5 for ties; average has none"
-    )
+    scale: float | None = Field(None, description="s; left out: 0.3 for linear, 0.5 for ties; average has none")
     rescale: bool = Field(True, description="divide the survivors by 1 − p")
     linear_only: bool = Field(False, description="drop only in the weights of linear modules")
     seed: int = Field(42, description="seed of the masks")
-    density: float = Field(
-        0.2, gt=0, le=1, description="ties: the fraction of the largest entries that is kept"
-    )
+    density: float = Field(0.2, gt=0, le=1, description="ties: the fraction of the largest entries that is kept")
     aggregate: Aggregate = Field("sum", description="ties: sum, mean or max of the entries that agree")
     per_tensor: bool = Field(False, description="ties: trim each tensor by its own threshold")
 

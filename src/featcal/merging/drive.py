@@ -105,9 +105,7 @@ def merge_modules(
 ) -> nn.Module:
     """A copy of `base` with the merged weights, on the base's device. The inputs are left alone."""
     states = {name: expert.state_dict() for name, expert in named(experts).items()}
-    merged = merge_state_dicts(
-        method, base.state_dict(), states, kinds=module_kinds(base), device=device, notes=notes
-    )
+    merged = merge_state_dicts(method, base.state_dict(), states, kinds=module_kinds(base), device=device, notes=notes)
     model = copy.deepcopy(base)
     model.load_state_dict(merged)
     return model
@@ -174,9 +172,7 @@ class _Job:
         return torch.float64 if wide else torch.float32
 
     def run(self) -> Iterator[tuple[str, Tensor]]:
-        assert self.kinds or not self.method.wants_kinds, (
-            f"{self.method.method} needs `kinds` for these parameters"
-        )
+        assert self.kinds or not self.method.wants_kinds, f"{self.method.method} needs `kinds` for these parameters"
         self.method.check(self.tasks)
         self.names = self._mergeable()
         ready = self.method.prepare(self)
@@ -194,9 +190,7 @@ class _Job:
                 raise RunError(f"{self.method.method} failed on tensor '{name}': {error}") from None
             if not merged.isfinite().all():
                 self._refuse_non_finite(name, start, deltas)
-                raise RunError(
-                    f"the merged tensor '{name}' overflows {start.dtype}; use a base in a wider dtype"
-                )
+                raise RunError(f"the merged tensor '{name}' overflows {start.dtype}; use a base in a wider dtype")
             yield name, merged.cpu()
 
     def __iter__(self) -> Iterator[Deltas]:
@@ -236,9 +230,7 @@ class _Job:
                 return None
             tensors.append(tensor)
         tau = task_vectors(start.to(self.device), tensors, work)
-        return Deltas(
-            name, self.kinds.get(name, "other"), tau, note=lambda text: self._note(f"{name}: {text}")
-        )
+        return Deltas(name, self.kinds.get(name, "other"), tau, note=lambda text: self._note(f"{name}: {text}"))
 
     def _keep_rows_or_refuse(self, name: str, expert: str, start: Tensor, other: Tensor) -> None:
         if start.ndim != other.ndim or start.ndim == 0 or start.shape[1:] != other.shape[1:]:
@@ -246,9 +238,7 @@ class _Job:
                 f"'{expert}' has shape {tuple(other.shape)} for tensor '{name}', the base "
                 f"{tuple(start.shape)}; only models of the same architecture can be merged"
             )
-        self._keep(
-            name, f"'{expert}' has {other.shape[0]} rows, the base {start.shape[0]} (vocabulary or classes)"
-        )
+        self._keep(name, f"'{expert}' has {other.shape[0]} rows, the base {start.shape[0]} (vocabulary or classes)")
 
     def _keep(self, name: str, reason: str) -> None:
         if name not in self.kept:

@@ -13,9 +13,7 @@ from .base import Deltas, Merger, per_task, register
 class TaskArithmetic(Merger):
     """The scaled sum of the task vectors, on every floating-point tensor."""
 
-    scale: float | tuple[float, ...] = Field(
-        0.3, description="s: one number for all experts, or one for each"
-    )
+    scale: float | tuple[float, ...] = Field(0.3, description="s: one number for all experts, or one for each")
 
     def check(self, tasks: int) -> None:
         per_task(self.scale, tasks, "task_arithmetic.scale")

@@ -109,7 +109,7 @@ def _digit_counts(stream: Stream, prefix: Tensor, shift: int) -> Tensor:
     """(N, 65536): counts of the 16-bit digits at `shift` of each expert's |τ| that begin with its prefix."""
     counts = torch.zeros(stream.tasks, 1 << 16, dtype=torch.int64)
     for deltas in stream:
-        patterns = deltas.tau.abs().flatten(1).view(_INTEGER[stream.dtype])
+        patterns = deltas.tau.abs().reshape(stream.tasks, -1).view(_INTEGER[stream.dtype])
         for i, pattern in enumerate(patterns):
             digits = pattern.to(torch.int64) >> shift
             digits = digits[(digits >> 16) == prefix[i]] & 0xFFFF

@@ -22,9 +22,7 @@ class TSVM(MatrixMerger):
         rank = min(deltas.tau.shape[1:])
         share = rank // len(deltas.tau)
         if share == 0:
-            deltas.note(
-                f"mean of the task vectors, since its rank {rank} is smaller than the number of tasks"
-            )
+            deltas.note(f"mean of the task vectors, since its rank {rank} is smaller than the number of tasks")
             return deltas.tau.mean(0)
         u, s, v = joined([directions(tau).top(share) for tau in deltas.tau])
         return weighted(polar(u), s, polar(v))
