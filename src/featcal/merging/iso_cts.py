@@ -27,7 +27,7 @@ class IsoCTS(MatrixMerger):
         tasks, rank = len(deltas.tau), min(deltas.tau.shape[1:])
         each = specific_directions(rank, tasks, self.common_fraction)
         common = directions(deltas.tau.sum(0)).top(rank - tasks * each)
-        own = [directions(tau - common.u @ (common.u.T @ tau)).top(each) for tau in deltas.tau] if each else []
+        own = [directions(tau - common.u @ (common.u.T @ tau), tau.norm()).top(each) for tau in deltas.tau]
         u, s, v = joined([*own, common])
         return polar(u) @ polar(v) * (s.mean() if len(s) else 0.0)
 

@@ -25,10 +25,13 @@ class Directions(NamedTuple):
         return Directions(self.u[:, :count], self.s[:count], self.v[:count])
 
 
-def directions(matrix: Tensor) -> Directions:
-    """The singular triplets of `matrix` (m, d) above max(m, d) · eps · σ_1, the usual bound for its rank."""
+def directions(matrix: Tensor, size: Tensor | None = None) -> Directions:
+    """The singular triplets of `matrix` (m, d) above max(m, d) · eps · size, the usual bound for its rank.
+
+    `size` is σ_1 unless given: the norm of what a difference was computed from, whose rounding errors the limit is for.
+    """
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    limit = s[:1] * max(matrix.shape) * torch.finfo(s.dtype).eps
+    limit = (s[:1] if size is None else size) * max(matrix.shape) * torch.finfo(s.dtype).eps
     return Directions(u, s, v).top(int((s > limit).sum()))
 
 
