@@ -94,6 +94,10 @@ class GroupSums:
         quadratic = float(((change @ self.G_DD) * change).sum())
         return self.floor[name] + quadratic - 2 * linear + ridge * float((change * change).sum())
 
+    def tensors(self) -> list[Tensor]:
+        """All sums that are tensors, in a fixed order."""
+        return [self.G_DD, *self.R_MD.values(), *self.desired_M.values(), self.mean_D]
+
 
 class TaskMoments:
     """Sums of one task for one input group. `add` batches, then `fold` once."""
@@ -117,6 +121,12 @@ class TaskMoments:
         self._pending.append((x_cali_RD, x_exp_RD, weights_R, outputs_RM))
         if sum(len(entry[0]) for entry in self._pending) >= CHUNK:
             self._flush()
+
+    def tensors(self) -> list[Tensor]:
+        """All sums, in a fixed order, for adding up the shares of several processes."""
+        self._flush()
+        cross = [self.C_DD] if self.C_DD is not None else list(self.R_MD.values())
+        return [self.G_DD, *cross, *self.energy.values(), self.mean_cali_D, self.mean_exp_D, self.weight]
 
     def _flush(self) -> None:
         if not self._pending:
@@ -207,6 +217,9 @@ class NormMoments:
             z_RC = z_RC * root_R[:, None]
         self.sum_C += _weighted_sum(z_RC, root_R)
         self.square_C += z_RC.square().sum(0)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.sum_C, self.square_C, self.weight]
 
     def averages(self) -> tuple[Tensor, Tensor]:
         scale = 1.0 / self.weight.clamp_min(torch.finfo(torch.float32).eps)

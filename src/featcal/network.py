@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,7 +17,9 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
     """`auto` is the local rank's GPU when there is one, else the CPU."""
     if str(device) != "auto":
         return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -60,7 +63,7 @@ class Network:
         with _placed(_tensors(module), self.device):
             yield module
 
-    def parameters(self, block: str) -> dict[str, Tensor]:
+    def parameters(self, block: str) -> Mapping[str, Tensor]:
         """The block's parameters by their names in it, on the device in the compute dtype; for reading."""
         named = self.model.get_submodule(block).named_parameters()
         return {name: p.data.to(self.device, compute_dtype(p.dtype, self.device)) for name, p in named}

@@ -222,7 +222,7 @@ def unit_modules(unit: Unit) -> tuple[str, ...]:
 
 def readout_weights(x: Tensor) -> Tensor:
     """Token weights of a class-token block's input (batch, sequence, width): 1 for the first, 0.01 for the others."""
-    weights = torch.full((1, x.shape[1]), OTHER_TOKENS, device=x.device)
+    weights = torch.full((1, x.shape[1]), OTHER_TOKENS, device=x.device, dtype=work(x).dtype)
     weights[:, 0] = 1.0
     return weights
 

@@ -448,6 +448,7 @@ class Capture:
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
         self.wanted = {key for unit in units if (key := capture_key(unit, expert))}
+        self._answers = {name for unit in units if expert and isinstance(unit, Group) for name in unit.modules}
         self._stop = stop
         self._handles: list[Any] = []
         modules = dict(block.named_modules())
@@ -463,19 +464,20 @@ class Capture:
     def _reader(self, key: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             self.inputs[key] = args[0]
-            if self._stop and self.inputs.keys() == self.wanted:
-                Gate.stop()
+            self._stop_if_complete()
 
         return hook
 
     def _writer(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
             self.outputs[name] = y
+            self._stop_if_complete()
 
         return hook
 
-    def clear(self) -> None:
-        self.inputs, self.outputs = {}, {}
+    def _stop_if_complete(self) -> None:
+        if self._stop and self.inputs.keys() == self.wanted and self.outputs.keys() == self._answers:
+            Gate.stop()
 
     def __enter__(self) -> Capture:
         return self
