@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from .blocks import inference
 from .errors import InputError
+from .names import KeyMap
 from .network import Network, compute_dtype
 
 BIG = 16 * 2**20
@@ -25,38 +25,29 @@ SLICE = 4096
 """Rows of a head that are multiplied at once."""
 
 
-class Source(Protocol):
-    """Tensors of one checkpoint by the names that the module has for them."""
-
-    def __contains__(self, name: object) -> bool: ...
-    def tensor(self, name: str) -> Tensor: ...
-    def rows(self, name: str, index: Tensor) -> Tensor: ...
-    def dtype(self, name: str) -> torch.dtype: ...
-
-
 class DiskNetwork(Network):
-    """A network whose weights stay on disk. `model` is on the meta device (its buffers are real)."""
+    """A network whose weights stay on disk. The key map's model is on the meta device (its buffers are real)."""
 
     def __init__(
         self,
         label: str,
-        model: nn.Module,
-        source: Source,
+        keymap: KeyMap,
         order: Sequence[str],
         device: torch.device,
         skip_stem: tuple[str, ...] = (),
     ):
+        model = keymap.model
         super().__init__(label, model, order, device, skip_stem)
-        self.source = source
+        self.keymap = keymap
         inside = tuple(f"{name}." for name in self.order)
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        names += [name for name, _ in model.named_buffers(remove_duplicate=False) if name in source]
+        names += [name for name, _ in model.named_buffers(remove_duplicate=False) if name in keymap]
         self._inside = {block: [n for n in names if n.startswith(f"{block}.")] for block in self.order}
         self._outside = [name for name in names if not name.startswith(inside)]
         self._aliases = _aliases(model)
 
     def stored_dtype(self, parameter: str) -> torch.dtype:
-        return self.source.dtype(parameter)
+        return self.keymap.dtype(parameter)
 
     def parameters(self, block: str) -> Mapping[str, Tensor]:
         return _Lazy(self, block)
@@ -70,8 +61,8 @@ class DiskNetwork(Network):
                 module = self.model.get_submodule(name)
                 module.forward = forward
                 stack.callback(module.__dict__.pop, "forward")
-            covered = {alias for name in lazy for alias in self._aliases[f"{name}.weight"]}
-            stack.enter_context(self._loaded([n for n in self._outside if n not in covered], missing_is_fine=True))
+            served = {f"{name}.weight" for name in lazy}
+            stack.enter_context(self._loaded([n for n in self._outside if n not in served], missing_is_fine=True))
             stack.enter_context(self.gate)
             yield self
 
@@ -82,7 +73,7 @@ class DiskNetwork(Network):
 
     def load(self, name: str) -> Tensor:
         """One tensor on the device in the compute dtype."""
-        tensor = self.source.tensor(name)
+        tensor = self.keymap.tensor(name)
         return tensor.to(self.device, compute_dtype(tensor.dtype, self.device)).contiguous()
 
     @contextmanager
@@ -91,7 +82,7 @@ class DiskNetwork(Network):
         put: list[str] = []
         try:
             for name in names:
-                if name in self.source:
+                if name in self.keymap:
                     self._put(name, self.load(name))
                     put.append(name)
                 elif not missing_is_fine:
@@ -113,32 +104,27 @@ class DiskNetwork(Network):
         lazy: dict[str, Callable[..., Tensor]] = {}
         outside = set(self._outside)
         for name, module in self.model.named_modules():
-            weight = f"{name}.weight"
-            if weight not in outside or weight not in self._sources or module.weight.numel() < BIG:
+            key = self.keymap.key(f"{name}.weight")
+            if (
+                key is None
+                or f"{name}.weight" not in outside
+                or self.model.get_parameter(f"{name}.weight").numel() < BIG
+            ):
                 continue
             if type(module) is nn.Embedding and module.max_norm is None:
-                lazy[name] = partial(self._look_up, self._sources[weight])
+                lazy[name] = partial(self._look_up, key)
             elif type(module) is nn.Linear and module.bias is None:
-                lazy[name] = partial(self._multiply, self._sources[weight])
+                lazy[name] = partial(self._multiply, key)
         return lazy
 
-    @property
-    def _sources(self) -> dict[str, str]:
-        """For every outside parameter that the file holds under some name, that name (tied ones share it)."""
-        return {
-            name: held
-            for name in self._outside
-            if (held := next((a for a in self._aliases.get(name, (name,)) if a in self.source), ""))
-        }
-
-    def _look_up(self, name: str, ids: Tensor) -> Tensor:
-        rows = self.source.rows(name, ids.reshape(-1).cpu())
+    def _look_up(self, weight: str, ids: Tensor) -> Tensor:
+        rows = self.keymap.rows(weight, ids.reshape(-1).cpu())
         rows = rows.to(self.device, compute_dtype(rows.dtype, self.device))
         return rows.reshape(*ids.shape, rows.shape[-1])
 
-    def _multiply(self, name: str, x: Tensor) -> Tensor:
-        weight = self.source.tensor(name)
-        parts = [F.linear(x, weight[i : i + SLICE].to(x.device, x.dtype)) for i in range(0, len(weight), SLICE)]
+    def _multiply(self, weight: str, x: Tensor) -> Tensor:
+        rows = self.keymap.tensor(weight)
+        parts = [F.linear(x, rows[i : i + SLICE].to(x.device, x.dtype)) for i in range(0, len(rows), SLICE)]
         return torch.cat(parts, dim=-1)
 
 
@@ -168,6 +154,9 @@ def fill_with_stand_ins(model: nn.Module, seed: int = 0) -> None:
     buffer = torch.randn(longest, generator=torch.Generator().manual_seed(seed)).mul_(0.05)
     for name, names in _aliases(model).items():
         shape = model.get_parameter(name).shape
+        if len(shape) == 3:  # packed experts: grouped matmul wants ordinary rows, so only the experts coincide
+            _put(model, names, torch.randn(shape[1:], generator=torch.Generator().manual_seed(seed)).mul_(0.05).expand(shape))
+            continue
         strides = tuple(3 if i + 1 < len(shape) else 1 for i in range(len(shape)))
         _put(model, names, buffer.as_strided(shape, strides))
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from .blocks import State, stack_of
 from .errors import InputError
@@ -13,12 +16,38 @@ MODEL_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, Attri
 """What a model's forward raises on data that it cannot read."""
 
 
-class Stream:
-    """Per batch, the output of the last finished block of each stack (on the CPU)."""
+class DiskStates(MutableSequence[State]):
+    """States kept in files, one per batch, for activations that outgrow the memory budget."""
 
-    def __init__(self, network: Network, batches: Sequence[Any], task: str):
+    def __init__(self, folder: Path, count: int):
+        self._files = [folder / f"{i:06d}.pt" for i in range(count)]
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in self._files:
+            torch.save({}, file)
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.load(self._files[index], weights_only=True)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        torch.save(value, self._files[index])
+
+    def __delitem__(self, index: Any) -> None:
+        raise TypeError("states are replaced, not removed")
+
+    def insert(self, index: int, value: State) -> None:
+        raise TypeError("one state per batch")
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+class Stream:
+    """Per batch, the output of the last finished block of each stack (on the CPU, or on disk below `folder`)."""
+
+    def __init__(self, network: Network, batches: Sequence[Any], task: str, folder: Path | None = None):
         self.network, self.batches, self.task = network, batches, task
-        self.states: list[State] = [{} for _ in batches]
+        self.states: MutableSequence[State]
+        self.states = [{} for _ in batches] if folder is None else DiskStates(folder, len(batches))
 
     def forward(self, block: str, index: int, *, keep: bool) -> Any:
         """Run the (resident) block on one batch; with `keep`, its output becomes the batch's state."""
