@@ -290,6 +290,8 @@ class _Scan:
                 for key, tensor in self.checkpoint._unpickled(shard).items():
                     nbytes = tensor.numel() * tensor.dtype.itemsize
                     entries[key] = Entry(tensor.dtype, tuple(tensor.shape), -1, nbytes)
+                    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+                        self.quantised[key] = str(tensor.dtype)
             except InputError as error:
                 self.problems.append(str(error))
         else:
