@@ -1,0 +1,65 @@
+"""Scores on disk and on the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from .outcomes import Score, average, is_percent
+
+Scores = Mapping[str, Mapping[str, Score]]
+"""{task: {metric: score}}; the first metric of a task is its main one."""
+
+
+def main_scores(scores: Scores) -> dict[str, Score]:
+    """Each task's main score. Tasks with none (no labels, no reference) are left out."""
+    return {task: next(iter(own.values())) for task, own in scores.items() if own}
+
+
+def scores_to_dict(scores: Scores) -> dict[str, Any]:
+    """Plain data: {task: {metric, value, n, low, high}} and `average`; further metrics under `also`."""
+    plain: dict[str, Any] = {}
+    for task, own in scores.items():
+        main, *others = [one.as_dict() for one in own.values()]
+        plain[task] = main | ({"also": others} if others else {})
+    return {**plain, "average": average(main_scores(scores))}
+
+
+def write_scores(scores: Scores, path: str | os.PathLike[str]) -> Path:
+    """Write one model's `scores.json`; replaced as a whole, never half-written."""
+    file = Path(path)
+    temporary = file.with_name(f".{file.name}.part")
+    temporary.write_text(json.dumps(scores_to_dict(scores), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, file)
+    return file
+
+
+def show(one: Score | None) -> str:
+    """`85.5 ± 0.4`, or `12.30 [11.80, 12.95]` where the interval is lopsided (perplexities)."""
+    if one is None:
+        return "–"
+    if is_percent(one.metric):
+        return f"{one.value:.1f} ± {(one.high - one.low) / 2:.1f}"
+    return f"{one.value:.2f} [{one.low:.2f}, {one.high:.2f}]"
+
+
+def score_table(models: Mapping[str, Scores], title: str = "") -> Table:
+    """One row per model, one column per task and metric, then the average. Intervals are 95 % (half-width for %)."""
+    columns: dict[tuple[str, str], None] = {}
+    for scores in models.values():
+        columns |= {(task, metric): None for task, own in scores.items() for metric in own}
+    table = Table(title=title or None)
+    table.add_column("model")
+    for task, metric in columns:
+        table.add_column(f"{task}\n{metric}{' %' if is_percent(metric) else ''}", justify="right")
+    table.add_column("average", justify="right")
+    for name, scores in models.items():
+        mean = average(main_scores(scores))
+        cells = [show(scores.get(task, {}).get(metric)) for task, metric in columns]
+        table.add_row(name, *cells, "–" if mean is None else f"{mean:.1f}")
+    return table

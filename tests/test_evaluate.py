@@ -1,0 +1,458 @@
+"""Scores against values done by hand and scikit-learn / transformers as oracles, on pico models."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from sklearn.metrics import accuracy_score
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor, nn
+from transformers import CLIPImageProcessor, PreTrainedTokenizerFast
+
+from featcal.blocks import inference
+from featcal.data.tables import open_table
+from featcal.errors import InputError
+from featcal.evaluate import (
+    Adapted,
+    Classification,
+    EvalTask,
+    Generation,
+    ImageReader,
+    Likelihood,
+    PromptReader,
+    Score,
+    TableRows,
+    TextReader,
+    ZeroShotHead,
+    average,
+    choose_rows,
+    evaluate,
+    load_centroid_head,
+    main_scores,
+    predict,
+    run_harness,
+    score,
+    score_table,
+    write_scores,
+    zero_shot_head,
+)
+from featcal.evaluate.harness import HarnessTask, is_installed
+from featcal.recipe import DataSpec
+from pico import PAD, family_setup, make, perturbed
+
+WORDS = tuple(
+    [
+        "yes",
+        "no",
+        "maybe",
+        "the",
+        "cat",
+        "sat",
+        "on",
+        "a",
+        "mat",
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        ".",
+        "0",
+        "Q",
+        ":",
+        "is",
+        "it",
+        "true",
+        "acceptable",
+    ]
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Words of `WORDS` as ids 4 and up; every text ends in id 2, as T5's do."""
+    vocab = {"<s>": 0, "<pad>": PAD, "</s>": 2, "<unk>": 3} | {word: i + 4 for i, word in enumerate(WORDS)}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+
+
+def pictures(count: int, seed: int = 0) -> list[Image.Image]:
+    g = np.random.default_rng(seed)
+    return [Image.fromarray(g.integers(0, 256, (15, 20, 3), dtype=np.uint8)) for _ in range(count)]
+
+
+def processor() -> Any:
+    return CLIPImageProcessor(size={"shortest_edge": 12}, crop_size={"height": 12, "width": 12})
+
+
+# ---- metrics
+
+
+def test_accuracy_with_its_interval():
+    outcomes = np.array([[1.0]] * 70 + [[0.0]] * 30)
+    result = score("accuracy", outcomes)
+    assert (result.value, result.n) == (70.0, 100)
+    half = 196 * math.sqrt(0.7 * 0.3 / 100)
+    assert result.low == pytest.approx(70 - half, abs=1.5)
+    assert result.high == pytest.approx(70 + half, abs=1.5)
+    assert score("accuracy", outcomes) == result, "the bootstrap is seeded"
+
+
+def test_spearman_equals_scipy_with_ties():
+    from scipy.stats import spearmanr
+
+    g = np.random.default_rng(0)
+    pairs = g.integers(0, 6, (200, 2)).astype(float)
+    pairs[:, 1] += pairs[:, 0]
+    assert score("spearman", pairs, resamples=0).value == pytest.approx(100 * spearmanr(*pairs.T).statistic, abs=1e-9)
+    constant = np.array([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]])
+    assert score("spearman", constant).value == 0.0
+
+
+def test_averages_by_unit():
+    percent = {"a": Score("accuracy", 50.0, 9, 0, 0), "b": Score("spearman", 80.0, 9, 0, 0)}
+    assert average(percent) == 65.0
+    nats = {"a": Score("perplexity", 2.0, 9, 0, 0), "b": Score("perplexity", 8.0, 9, 0, 0)}
+    assert average(nats) == pytest.approx(4.0)
+    assert average(percent | nats | {"c": percent["a"]}) is None
+
+
+# ---- CLIP zero-shot
+
+
+class CharTokenizer:
+    """A stand-in whose ids are letters, padded with zeros."""
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, Tensor]:
+        longest = max(map(len, texts))
+        rows = [[3 + ord(c) % 50 for c in text] + [0] * (longest - len(text)) for text in texts]
+        ids = torch.tensor(rows)
+        return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+def test_zero_shot_head_is_the_published_protocol():
+    clip = make("clip")
+    names, templates = ["cat", "dog", "a mat"], ["a photo of {}.", "the {}!"]
+    head = zero_shot_head(clip, CharTokenizer(), names, templates)
+    rows = []
+    for name in names:
+        units = []
+        for template in templates:
+            tokens = CharTokenizer()([template.format(name)])
+            with torch.no_grad():
+                embedding = clip.text_projection(clip.text_model(**tokens).pooler_output)[0]
+            units.append(embedding / embedding.norm())
+        mean = torch.stack(units).mean(0)
+        rows.append(mean / mean.norm())
+    torch.testing.assert_close(head.text_CP, torch.stack(rows), atol=1e-6, rtol=1e-5)
+    pixels = torch.randn(2, 3, 12, 12)
+    with torch.no_grad():
+        image = clip.visual_projection(clip.vision_model(pixels).pooler_output)
+        expected = clip.logit_scale.exp() * (image / image.norm(dim=-1, keepdim=True)) @ torch.stack(rows).T
+        torch.testing.assert_close(head(clip, {"pixel_values": pixels}), expected, atol=1e-4, rtol=1e-4)
+        own_tower = head(clip.vision_model, pixels)
+    torch.testing.assert_close(own_tower, expected, atol=1e-4, rtol=1e-4)
+
+
+def image_task(head: ZeroShotHead, count: int = 11) -> tuple[EvalTask, list[dict[str, Any]]]:
+    rows = [{"img": image, "fine_label": i % 3} for i, image in enumerate(pictures(count))]
+    return EvalTask("letters", Classification(ImageReader(processor()), head), rows), rows
+
+
+def test_images_are_scored_as_by_hand_and_batches_do_not_matter():
+    setup = family_setup("clip-vision")
+    head = ZeroShotHead(torch.eye(3, 16), torch.eye(16), 10.0)
+    task, rows = image_task(head)
+    got = evaluate({"base": setup.base, "merged": setup.merged}, task, batch_size=4, device="cpu", progress=False)
+    again = evaluate({"base": setup.base}, task, batch_size=11, device="cpu", progress=False)
+    assert got["base"] == again["base"]
+    for name, model in {"base": setup.base, "merged": setup.merged}.items():
+        pixels = processor()(images=[row["img"] for row in rows], return_tensors="pt")["pixel_values"]
+        with inference(model):
+            guesses = head(model, pixels).argmax(-1)
+        truth = [row["fine_label"] for row in rows]
+        assert got[name]["accuracy"].value == pytest.approx(100 * accuracy_score(truth, guesses))
+
+
+def test_booleans_are_labels_and_out_of_range_labels_are_refused():
+    model = make("clip-vision")
+    head = ZeroShotHead(torch.eye(2, 16), torch.eye(16), 1.0)
+    rows = [{"image": image, "label": i % 2 == 0} for i, image in enumerate(pictures(4))]
+    task = EvalTask("pcam", Classification(ImageReader(processor()), head), rows)
+    found = predict({"m": model}, task, device="cpu", progress=False)["m"]
+    assert found.outcomes is not None
+    assert found.outcomes[:, 0].tolist() == [
+        float(c == int(r["label"])) for c, r in zip(found.choices, rows, strict=True)
+    ]
+    rows[2]["label"] = 2  # type: ignore[assignment]
+    with pytest.raises(InputError, match="label 2 is out of range: the head has classes 0 to 1"):
+        predict({"m": model}, task, device="cpu", progress=False)
+
+
+def test_corruption_acts_before_normalisation():
+    seen: list[Tensor] = []
+
+    def invert(image: Tensor) -> Tensor:
+        seen.append(image)
+        return 1 - image
+
+    images = [{"image": image} for image in pictures(2)]
+    clean = ImageReader(processor())(images)["pixel_values"]
+    spoilt = ImageReader(processor(), corrupt=invert)(images)["pixel_values"]
+    assert all(image.min() >= 0 and image.max() <= 1 and image.shape == (3, 12, 12) for image in seen)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (processor().image_mean, processor().image_std))
+    torch.testing.assert_close(spoilt * std + mean, 1 - (clean * std + mean), atol=1e-5, rtol=0)
+
+
+def test_limit_is_a_seeded_choice_of_rows():
+    rows = [{"i": i} for i in range(100)]
+    chosen = [row["i"] for row in choose_rows(rows, 10)]
+    assert chosen == sorted(chosen) == [row["i"] for row in choose_rows(rows, 10)]
+    assert max(chosen) > 50, "not the first rows: test sets are often sorted by class"
+    assert len(choose_rows(rows, 1000)) == 100
+    with pytest.raises(InputError, match="at least 1"):
+        choose_rows(rows, 0)
+
+
+# ---- own classifiers, fixed heads
+
+
+@pytest.mark.parametrize("family", ["bert", "vit"])
+def test_a_models_own_classifier(family: str):
+    setup = family_setup(family)
+    if family == "vit":
+        rows: list[dict[str, Any]] = [{"image": image, "label": i % 2} for i, image in enumerate(pictures(6))]
+        reader: Any = ImageReader(processor())
+    else:
+        rows = [{"text": text, "label": i % 2} for i, text in enumerate(["the cat", "no", "a mat sat .", "1 2 3"])]
+        reader = TextReader(tokenizer())
+    task = EvalTask("t", Classification(reader), rows)
+    got = evaluate({"m": setup.merged, "e": setup.experts["task0"]}, task, expert="e", device="cpu", progress=False)
+    with inference(setup.merged), inference(setup.experts["task0"]):
+        mine = setup.merged(**reader(rows)).logits.argmax(-1)
+        other = setup.experts["task0"](**reader(rows)).logits.argmax(-1)
+    labels = torch.tensor([row["label"] for row in rows])
+    assert got["m"]["accuracy"].value == pytest.approx(100 * float((mine == labels).double().mean()))
+    assert got["m"]["agreement"].value == pytest.approx(100 * float((mine == other).double().mean()))
+    assert "agreement" not in got["e"]
+
+
+def test_agreement_needs_no_labels():
+    setup = family_setup("bert")
+    task = EvalTask("t", Classification(TextReader(tokenizer()), label=()), [{"text": "the cat"}, {"text": "no"}])
+    got = evaluate({"m": setup.merged, "e": setup.experts["task0"]}, task, expert="e", device="cpu", progress=False)
+    assert set(got["m"]) == {"agreement"}
+    assert got["e"] == {}
+
+
+def test_a_bare_encoder_has_no_classifier():
+    task = EvalTask("t", Classification(ImageReader(processor())), [{"image": pictures(1)[0], "label": 0}])
+    with pytest.raises(InputError, match="CLIPVisionModel has no classifier of its own"):
+        predict({"m": make("clip-vision")}, task, device="cpu", progress=False)
+
+
+def test_centroid_head(tmp_path: Any):
+    centroids = torch.randn(4, 16)
+    save_file({"centroids": centroids, "logit_scale": torch.tensor(7.0)}, tmp_path / "head.safetensors")
+    head = load_centroid_head(tmp_path / "head.safetensors")
+    model = make("bert").bert
+    rows = [{"text": "the cat sat"}, {"text": "no"}]
+    inputs = TextReader(tokenizer())(rows)
+    assert 0 in inputs["attention_mask"], "the rows differ in length"
+    got = head(model, inputs)
+    for i, row in enumerate(rows):
+        with torch.no_grad():
+            hidden = model(**TextReader(tokenizer())([row])).last_hidden_state[0].mean(0)
+        expected = 7 * torch.cosine_similarity(hidden, centroids)
+        torch.testing.assert_close(got[i], expected, atol=1e-4, rtol=1e-4)
+    save_file({"centroids": centroids}, tmp_path / "odd.safetensors")
+    with pytest.raises(InputError, match="needs the tensors 'centroids'"):
+        load_centroid_head(tmp_path / "odd.safetensors")
+    with pytest.raises(InputError, match="no file"):
+        load_centroid_head(tmp_path / "absent.safetensors")
+
+
+def test_adapters_act_between_features_and_scores():
+    model = make("bert")
+    task = EvalTask("t", Classification(TextReader(tokenizer())), [{"text": "the cat", "label": 0}])
+    dead = Adapted(model, {"t": torch.zeros_like})
+    flipped = Adapted(model, {"other": torch.zeros_like})
+    seen: list[Tensor] = []
+    handle = model.classifier.register_forward_hook(lambda m, args, out: seen.append(args[0]))  # type: ignore[union-attr]
+    predict({"plain": model, "dead": dead, "other": flipped}, task, device="cpu", progress=False)
+    handle.remove()
+    assert seen[0].any() and not seen[1].any()
+    torch.testing.assert_close(seen[2], seen[0])
+    head = ZeroShotHead(torch.eye(2, 16), torch.eye(16), 1.0)
+    vision, (images, _) = make("clip-vision"), image_task(head, 3)
+    images = EvalTask("t", Classification(ImageReader(processor()), head, label=()), images.rows)
+    to_last = Adapted(vision, {"t": lambda z: torch.eye(2, 16)[[1]].expand_as(z)})
+    assert predict({"m": to_last}, images, device="cpu", progress=False)["m"].choices == [1, 1, 1]
+
+
+# ---- text-to-text
+
+
+class Parrot(nn.Module):
+    """Writes a fixed answer whatever it reads; records what it was given."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.text, self.given = text, {}  # type: ignore[var-annotated]
+
+    def generate(self, **given: Any) -> Tensor:
+        self.given = given
+        ids = tokenizer()(self.text)["input_ids"]
+        return torch.tensor([[0, *ids]] * len(given["input_ids"]))
+
+
+def test_generation_is_greedy_exact_match_from_input_ids_alone():
+    rows = [{"sentence": "the cat", "label": 0}, {"sentence": "no mat .", "label": 1}, {"sentence": "1 2", "label": 1}]
+    reader = TextReader(tokenizer(), template="Q : is it true {sentence}")
+    scorer = Generation(reader, tokenizer(), words=("no", "yes"))
+    parrot = Parrot("yes")
+    result = evaluate({"m": parrot}, EvalTask("t", scorer, rows), device="cpu", progress=False)["m"]["exact_match"]
+    assert result.value == pytest.approx(200 / 3)
+    assert set(parrot.given) == {"input_ids", "generation_config", "use_cache"}
+    config = parrot.given["generation_config"]
+    assert (config.max_length, config.num_beams, config.do_sample) == (10, 1, False)
+    assert parrot.given["input_ids"][0, 0] == 4 + WORDS.index("Q")
+    masked = Generation(reader, tokenizer(), words=("no", "yes"), attention_mask=True)
+    evaluate({"m": parrot}, EvalTask("t", masked, rows), device="cpu", progress=False)
+    assert "attention_mask" in parrot.given
+    with pytest.raises(InputError, match="label 2 has no answer word"):
+        masked.collate([{"sentence": "no", "label": 2}])
+
+
+def greedy_by_hand(model: Any, inputs: dict[str, Tensor], steps: int) -> str:
+    """One row, decoded with the model's own forward."""
+    decoded = torch.zeros(1, 1, dtype=torch.long)
+    with inference(model):
+        for _ in range(steps):
+            logits = model(**inputs, decoder_input_ids=decoded).logits[:, -1]
+            decoded = torch.cat([decoded, logits.argmax(-1, keepdim=True)], 1)
+            if decoded[0, -1] == 2:
+                break
+    return str(tokenizer().decode(decoded[0], skip_special_tokens=True))
+
+
+def test_generation_on_a_real_t5_with_and_without_a_mask():
+    """transformers 5 builds no mask for encoder-decoders: with input_ids only, padding is read like any token."""
+    model: Any = family_setup("t5").merged
+    rows = [{"text": "the cat sat on a mat"}, {"text": "no"}]
+    reader = TextReader(tokenizer())
+    for masked in (True, False):
+        scorer = Generation(reader, tokenizer(), label=(), max_length=4, attention_mask=masked)
+        got = predict({"m": model}, EvalTask("t", scorer, rows), device="cpu", progress=False)["m"].choices
+        padded = reader(rows)["input_ids"]
+        alone = [reader([row])["input_ids"] if masked else padded[i : i + 1] for i, row in enumerate(rows)]
+        assert got == [greedy_by_hand(model, {"input_ids": ids}, 3) for ids in alone]
+    assert (reader(rows)["attention_mask"] == 0).any()
+
+
+def test_numbers_are_parsed_with_zero_for_the_rest():
+    rows = [{"text": "a", "label": value} for value in (1.0, 2.04, 3.3)]
+    scorer = Generation(TextReader(tokenizer()), tokenizer(), metric="spearman")
+    found = predict({"m": Parrot("maybe 3")}, EvalTask("t", scorer, rows), device="cpu", progress=False)["m"]
+    assert found.outcomes is not None
+    assert found.outcomes[:, 0].tolist() == [0.0, 0.0, 0.0]
+    found = predict({"m": Parrot("3")}, EvalTask("t", scorer, rows[:1]), device="cpu", progress=False)["m"]
+    assert found.outcomes is not None and found.outcomes[0, 0] == 3.0
+
+
+# ---- causal LMs
+
+
+def test_perplexity_counts_what_transformers_counts():
+    setup = family_setup("llama")
+    model: Any = setup.merged
+    rows = [{"q": "the cat", "a": "sat on a mat"}, {"q": "is it", "a": "no"}]
+    reader = PromptReader(tokenizer(), prompt="Q : {q}", response="{a}")
+    task = EvalTask("qa", Likelihood(reader), rows)
+    models_ = {"m": model, "e": setup.experts["task0"]}
+    got = evaluate(models_, task, expert="e", device="cpu", progress=False)["m"]
+    total, tokens, alike = 0.0, 0, 0
+    for row in rows:
+        head = tokenizer()(f"Q : {row['q']}")["input_ids"][:-1]
+        tail = tokenizer()(row["a"])["input_ids"]
+        ids = torch.tensor([[*head, *tail]])
+        labels = torch.tensor([[-100] * len(head) + tail])
+        with inference(model), inference(setup.experts["task0"]):
+            total += float(model(input_ids=ids, labels=labels).loss) * len(tail)
+            mine, other = (m(input_ids=ids).logits[0, len(head) - 1 : -1].argmax(-1) for m in models_.values())
+        tokens += len(tail)
+        alike += int((mine == other).sum())
+    assert got["perplexity"].value == pytest.approx(math.exp(total / tokens), rel=1e-5)
+    assert got["agreement"].value == pytest.approx(100 * alike / tokens)
+    assert got["perplexity"].n == 2
+
+
+def test_prompts_with_an_optional_input_and_plain_texts():
+    reader = PromptReader(tokenizer(), prompt="Q : {q}", response="{a}", prompt_if=("x", "Q : {q} {x}"))
+    ids, head = reader.encode({"q": "the", "x": "cat", "a": "no"})
+    assert tokenizer().decode(ids) == "Q : the cat no </s>" and head == 4
+    ids, head = reader.encode({"q": "the", "x": "", "a": "no"})
+    assert tokenizer().decode(ids) == "Q : the no </s>" and head == 3
+    plain = PromptReader(tokenizer(), response="{text}", max_length=2)([{"text": "the cat sat"}])
+    assert plain["counted"].tolist() == [[1, 1]]
+    with pytest.raises(InputError, match="no column 'txt'; did you mean 'text'"):
+        PromptReader(tokenizer(), response="{txt}")([{"text": "a"}])
+
+
+# ---- rows, files, tables, lm-eval
+
+
+def test_rows_of_a_table_under_new_names(tmp_path: Any):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"__key__": i, "jpg": f"p{i}", "cls": i}) + "\n" for i in range(3)))
+    table = open_table(DataSpec(source=str(file)))
+    rows = TableRows(table, {"image": "jpg", "label": "cls"})
+    assert [dict(row) for row in rows[1:]] == [{"image": "p1", "label": 1}, {"image": "p2", "label": 2}]
+    with pytest.raises(InputError, match="has no column 'image'"):
+        TableRows(table, {"image": "image"})
+
+
+def test_scores_file_and_table(tmp_path: Any):
+    scores = {"a": {"accuracy": Score("accuracy", 50.0, 4, 40.0, 60.0), "agreement": Score("agreement", 90, 4, 80, 99)},
+              "b": {"spearman": Score("spearman", 70.0, 5, 60.0, 80.0)}}  # fmt: skip
+    plain = json.loads(write_scores(scores, tmp_path / "scores.json").read_text())
+    assert plain["a"] == {"metric": "accuracy", "value": 50.0, "n": 4, "low": 40.0, "high": 60.0,
+                          "also": [{"metric": "agreement", "value": 90, "n": 4, "low": 80, "high": 99}]}  # fmt: skip
+    assert plain["average"] == 60.0
+    assert list(main_scores(scores)) == ["a", "b"]
+    table = score_table({"merged": scores})
+    cells = [list(column.cells) for column in table.columns]
+    assert cells == [["merged"], ["50.0 ± 10.0"], ["90.0 ± 9.5"], ["70.0 ± 10.0"], ["60.0"]]
+
+
+def test_no_rows_is_an_error():
+    with pytest.raises(InputError, match="task 'empty': no row"):
+        predict({"m": make("bert")}, EvalTask("empty", Classification(TextReader(tokenizer())), []), progress=False)
+
+
+def test_lm_eval_is_asked_for_when_absent():
+    if is_installed():
+        pytest.skip("lm-eval is installed here")
+    with pytest.raises(InputError, match=r"pip install 'featcal\[eval\]'"):
+        run_harness(make("llama"), tokenizer(), {"x": HarnessTask("gsm8k", "exact_match,strict-match")})
+
+
+def test_models_are_left_as_they_were():
+    model = perturbed(make("bert"), 3)
+    model.train()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    predict({"m": model}, EvalTask("t", Classification(TextReader(tokenizer())), [{"text": "no", "label": 0}]),
+            device="cpu", progress=False)  # fmt: skip
+    assert model.training
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
