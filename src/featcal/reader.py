@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .errors import InputError, RunError
 from .formats import PICKLES, format_problem, pointer_problem, quantised_tensors, refuse_quantised_config, unpickle
-from .headers import Entry, Header, read_header
+from .headers import NAMES, Entry, Header, header_bytes, read_header
 from .hub import locate
 
 SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -68,6 +68,24 @@ class Checkpoint(ABC):
     @abstractmethod
     def shard_metadata(self, shard: str) -> dict[str, str]:
         """The `__metadata__` of that file's header; empty for pickles."""
+
+    def shard_keys(self, shard: str) -> list[str]:
+        """The names in that file, in file order."""
+        return [key for key in self.keys() if self.shard_of(key) == shard]
+
+    def shard_header(self, shard: str) -> bytes:
+        """The first bytes of a safetensors file that holds the shard's tensors in the order of `shard_keys`."""
+        entries = {key: (self.dtype(key), self.shape(key)) for key in self.shard_keys(shard)}
+        return header_bytes(entries, self.shard_metadata(shard) or {"format": "pt"})
+
+    @property
+    def index(self) -> dict[str, Any] | None:
+        """The parsed index file (`weight_map`, `metadata`), or None for a single file."""
+        return None
+
+    def index_bytes(self) -> bytes | None:
+        """The safetensors index file as it is, or None when there is none."""
+        return None
 
     @abstractmethod
     def get(self, key: str) -> Tensor:
@@ -182,6 +200,17 @@ class FileCheckpoint(Checkpoint):
     def shard_metadata(self, shard: str) -> dict[str, str]:
         return dict(self._scan.headers[shard].metadata) if shard in self._scan.headers else {}
 
+    def shard_header(self, shard: str) -> bytes:
+        if self.is_pickle:
+            return super().shard_header(shard)
+        with (self.folder / shard).open("rb") as file:
+            length = file.read(8)
+            return length + file.read(int.from_bytes(length, "little"))
+
+    def index_bytes(self) -> bytes | None:
+        path = self.index_path
+        return path.read_bytes() if path is not None and not self.is_pickle else None
+
     def get(self, key: str) -> Tensor:
         if self.is_pickle:
             return self._unpickled(self.shard_of(key))[key].contiguous()
@@ -292,6 +321,8 @@ class _Scan:
                     entries[key] = Entry(tensor.dtype, tuple(tensor.shape), -1, nbytes)
                     if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
                         self.quantised[key] = str(tensor.dtype)
+                    elif tensor.dtype not in NAMES:
+                        self.problems.append(f"{path}: '{key}' is {tensor.dtype}, which safetensors cannot hold")
             except InputError as error:
                 self.problems.append(str(error))
         else:
