@@ -2,7 +2,8 @@
 
 from .api import Result, calibrate
 from .errors import InputError, RunError
+from .run import Outcome, run
 from .settings import PRESETS, Calibration
+from .version import __version__
 
-__version__ = "0.1.0"
-__all__ = ["PRESETS", "Calibration", "InputError", "Result", "RunError", "calibrate"]
+__all__ = ["PRESETS", "Calibration", "InputError", "Outcome", "Result", "RunError", "calibrate", "run"]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from .network import Network
 from .stream import Stream
-from .student import Lesson, Student, Unit
-from .targets import BlockInfo, Capture
+from .student import Lesson, Student
+from .targets import BlockInfo, Capture, Unit
 from .update import Record
 
 

@@ -52,8 +52,8 @@ class Comm:
         """Every task's share in a norm, in the order of the tasks, on every process."""
         return list(parts.values())
 
-    def share(self, tensors: dict[str, Tensor], like: Mapping[str, Tensor], owner: int) -> dict[str, Tensor]:
-        """The owner's tensors (a subset of `like`, whose shapes and dtypes all processes know) on every process."""
+    def share(self, tensors: dict[str, Tensor], device: torch.device, owner: int = 0) -> dict[str, Tensor]:
+        """The owner's tensors on every process."""
         return tensors
 
     def share_object(self, value: Any, owner: int = 0) -> Any:
@@ -117,11 +117,12 @@ class Ranks(Comm):
             merged |= theirs
         return [_moved(merged[task], device or "cpu") for task in self._tasks if task in merged]
 
-    def share(self, tensors: dict[str, Tensor], like: Mapping[str, Tensor], owner: int) -> dict[str, Tensor]:
-        names = self.share_object(list(tensors), owner)
+    def share(self, tensors: dict[str, Tensor], device: torch.device, owner: int = 0) -> dict[str, Tensor]:
+        shapes = self.share_object({name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}, owner)
         shared: dict[str, Tensor] = {}
-        for name in names:
-            tensor = tensors[name].contiguous() if owner == self.rank else torch.empty_like(like[name]).contiguous()
+        for name, (shape, dtype) in shapes.items():
+            mine = owner == self.rank
+            tensor = tensors[name].to(device).contiguous() if mine else torch.empty(shape, dtype=dtype, device=device)
             torch_dist.broadcast(tensor, owner)
             shared[name] = tensor
         return shared

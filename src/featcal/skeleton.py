@@ -155,7 +155,8 @@ def fill_with_stand_ins(model: nn.Module, seed: int = 0) -> None:
     for name, names in _aliases(model).items():
         shape = model.get_parameter(name).shape
         if len(shape) == 3:  # packed experts: grouped matmul wants ordinary rows, so only the experts coincide
-            _put(model, names, torch.randn(shape[1:], generator=torch.Generator().manual_seed(seed)).mul_(0.05).expand(shape))
+            values = torch.randn(shape[1:], generator=torch.Generator().manual_seed(seed)).mul_(0.05)
+            _put(model, names, values.expand(shape))
             continue
         strides = tuple(3 if i + 1 < len(shape) else 1 for i in range(len(shape)))
         _put(model, names, buffer.as_strided(shape, strides))

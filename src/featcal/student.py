@@ -23,6 +23,7 @@ from .targets import (
     Capture,
     Group,
     Norm,
+    Unit,
     as_matrix,
     keep_rows,
     normalise,
@@ -31,8 +32,6 @@ from .targets import (
     weight_view,
 )
 from .update import LinearParameters, NormPart, Record, update_group, update_norm
-
-Unit = Group | Norm
 
 
 @dataclass
@@ -152,9 +151,7 @@ class Student:
             else:
                 self.comm.reduce(self._sums[unit.modules[0]], owner)
                 new, made = self._solve_group(unit) if owner == self.comm.rank else ({}, [])
-            like = {n: p.data for n, p in self._block.named_parameters() if n.rpartition(".")[0] in unit_modules(unit)}
-            dtypes = {n: self.network.stored_dtype(f"{self._name}.{n}") for n in like}
-            self.overrides |= self.comm.share(new, {n: p.to(dtypes[n]) for n, p in like.items()}, owner)
+            self.overrides |= self.comm.share(new, self.network.device, owner)
             shared = self.comm.share_object(made, owner)
             assert isinstance(shared, list)
             records += shared
@@ -214,10 +211,6 @@ class Student:
             for task, indices in batches.items():
                 for index in indices:
                     self.streams[task].forward(name, index, keep=True)
-
-
-def unit_modules(unit: Unit) -> tuple[str, ...]:
-    return unit.modules if isinstance(unit, Group) else (unit.module,)
 
 
 def readout_weights(x: Tensor) -> Tensor:

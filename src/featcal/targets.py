@@ -53,12 +53,20 @@ class Norm:
     readout: bool = False
 
 
+Unit = Group | Norm
+
+
+def unit_modules(unit: Unit) -> tuple[str, ...]:
+    """The modules of a unit, by their names in the block."""
+    return unit.modules if isinstance(unit, Group) else (unit.module,)
+
+
 @dataclass
 class BlockInfo:
     """One block: its units (groups and norms) in order of execution, and the modules that are kept, with reasons."""
 
     name: str
-    units: list[Group | Norm] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -206,7 +214,7 @@ class _Recorder:
         return key, ""
 
     def _keep_the_rest(self, info: BlockInfo, modules: dict[str, nn.Module], times: dict[str, int]) -> None:
-        chosen = {m for u in info.units for m in (u.modules if isinstance(u, Group) else (u.module,))}
+        chosen = {m for u in info.units for m in unit_modules(u)}
         for name, module in modules.items():
             if name in chosen or name in info.kept:
                 continue
@@ -339,7 +347,7 @@ def with_readout(infos: list[BlockInfo], model: nn.Module, token_weights: str) -
         kind = getattr(_stack_config(model, info.name), "model_type", None)
         if token_weights == "uniform" or (token_weights == "auto" and kind not in CLASS_TOKEN_MODELS):
             continue
-        units: list[Group | Norm] = []
+        units: list[Unit] = []
         for unit in info.units:
             if isinstance(unit, Norm):
                 units.append(Norm(**{**vars(unit), "readout": True}))
@@ -386,9 +394,9 @@ def choose(infos: list[BlockInfo], model: nn.Module, settings: Calibration) -> l
         return ""
 
     for info in infos:
-        units: list[Group | Norm] = []
+        units: list[Unit] = []
         for unit in info.units:
-            names = unit.modules if isinstance(unit, Group) else (unit.module,)
+            names = unit_modules(unit)
             reasons = [reason(info, n, unit if isinstance(unit, Norm) else None) for n in names]
             info.kept |= {n: r for n, r in zip(names, reasons, strict=True) if r}
             if isinstance(unit, Group):
@@ -444,7 +452,7 @@ def _equal(a: Any, b: Any) -> bool:
 class Capture:
     """Inputs of a block's units (and outputs of its linears), caught by hooks while the context is open."""
 
-    def __init__(self, block: nn.Module, units: Sequence[Group | Norm], *, expert: bool, stop: bool):
+    def __init__(self, block: nn.Module, units: Sequence[Unit], *, expert: bool, stop: bool):
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
         self.wanted = {key for unit in units if (key := capture_key(unit, expert))}
@@ -487,7 +495,7 @@ class Capture:
             handle.remove()
 
 
-def capture_key(unit: Group | Norm, expert: bool) -> str:
+def capture_key(unit: Unit, expert: bool) -> str:
     """The module whose input stands for the unit; of an expert, a norm's input is not needed (empty)."""
     if isinstance(unit, Group):
         return unit.modules[0]

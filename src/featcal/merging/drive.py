@@ -1,4 +1,4 @@
-"""Run a data-free merger over checkpoints, state dicts or modules: one tensor of each model at a time.
+"""Run a data-free merger over checkpoints or state dicts: one tensor of each model at a time.
 
 Tensors that cannot be merged keep the base's value, and every such tensor is written to `notes`: other
 vocabulary or class rows in an expert, or a tensor an expert does not have. Integer tensors, and tensors that
@@ -7,7 +7,6 @@ no expert changed, are the base's bit for bit.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -93,22 +92,6 @@ def merge_state_dicts(
     """`merge_checkpoints` on state dicts; the result is on the CPU."""
     sources = {name: _Held(expert) for name, expert in named(experts).items()}
     return dict(merge_checkpoints(method, _Held(base), sources, kinds=kinds, device=device, notes=notes))
-
-
-def merge_modules(
-    method: Merger,
-    base: nn.Module,
-    experts: Experts[nn.Module],
-    *,
-    device: torch.device | str = "cpu",
-    notes: list[str] | None = None,
-) -> nn.Module:
-    """A copy of `base` with the merged weights, on the base's device. The inputs are left alone."""
-    states = {name: expert.state_dict() for name, expert in named(experts).items()}
-    merged = merge_state_dicts(method, base.state_dict(), states, kinds=module_kinds(base), device=device, notes=notes)
-    model = copy.deepcopy(base)
-    model.load_state_dict(merged)
-    return model
 
 
 def module_kinds(model: nn.Module) -> dict[str, Kind]:

@@ -1,0 +1,5 @@
+"""`python -m featcal`, and so `torchrun -m featcal`."""
+
+from .cli import main
+
+main()

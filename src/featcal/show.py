@@ -1,0 +1,72 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .plan import Plan, available_memory
+from .run import Outcome
+from .targets import BlockInfo, Group
+
+
+def show_plan(plan: Plan, console: Console) -> None:
+    """Models, tasks, blocks with their groups, what is kept and why, notes, costs."""
+    assert plan.merged is not None and plan.base is not None and plan.cost is not None
+    models = Table("model", "checkpoint", "class", title="Models", title_justify="left")
+    for model in (plan.base, plan.merged, *plan.experts.values()):
+        models.add_row(model.label, str(model.checkpoint.name), type(model.keymap.model).__name__)
+    console.print(models)
+    tasks = Table("task", "samples", "held out", "tokens", "empty", "duplicates", title="Data", title_justify="left")
+    for task, data in plan.tasks.items():
+        counts = data.samples.counts
+        cells = (counts.samples, counts.held_out, data.learn.tokens, counts.empty, counts.duplicates)
+        tasks.add_row(task, *map(str, cells))
+    console.print(tasks)
+    blocks = Table("blocks", "calibrated (modules that share an input in one bracket)", "kept", title_justify="left")
+    for names, units, kept in _alike(plan.blocks):
+        blocks.add_row(names, escape(units), escape(kept))
+    console.print(blocks)
+    for note in plan.notes:
+        console.print(f"note: {note}", markup=False)
+    cost, free = plan.cost, available_memory(plan.device)
+    console.print(
+        f"about {cost.memory_bytes / 1e9:.1f} GB of memory ({free / 1e9:.1f} GB free), "
+        f"{cost.disk_bytes / 1e9:.2f} GB of disk, {_duration(cost.seconds)} on {plan.device}"
+    )
+
+
+def _alike(blocks: list[BlockInfo]) -> list[tuple[str, str, str]]:
+    """Runs of blocks with the same units in one row."""
+    rows: list[tuple[list[str], str, str]] = []
+    for info in blocks:
+        brackets = ["[" + ", ".join(u.modules) + "]" if isinstance(u, Group) else u.module for u in info.units]
+        units = " ".join(brackets)
+        kept = "; ".join(f"{name or '(block)'}: {reason}" for name, reason in info.kept.items())
+        if rows and rows[-1][1:] == (units, kept) and rows[-1][0][-1].rpartition(".")[0] == info.stack:
+            rows[-1][0].append(info.name)
+        else:
+            rows.append(([info.name], units, kept))
+    return [(f"{n[0]} … {n[-1].rpartition('.')[2]}" if len(n) > 1 else n[0], u, k) for n, u, k in rows]
+
+
+def show_outcome(outcome: Outcome, console: Console) -> None:
+    """One line on what was calibrated and kept, and where it is."""
+    done = [r for r in outcome.records if r.status == "calibrated"]
+    held = [r for r in outcome.records if r.status == "kept" and r.kind != "other"]
+    before, after = sum(r.before or 0.0 for r in done), sum(r.after or 0.0 for r in done)
+    share = 0.0 if not before else 100 * (1 - after / before)
+    console.print(f"{len(done)} modules calibrated; their objective (Eq. 15) fell by {share:.1f} %")
+    for record in held:
+        console.print(f"kept {record.block}.{record.module}: {record.reason}", markup=False)
+    total = outcome.seconds.get("total", 0.0)
+    console.print(
+        f"{outcome.output}  ({_duration(total)}, peak {outcome.peak_memory_bytes / 1e9:.2f} GB)", markup=False
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
