@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .blocks import find_blocks, inputs_of
-from .calibrate import Job, Task
+from .bench import Bench, first_samples, samples_after
+from .blocks import batch_size, cut, find_blocks
 from .calibrate import calibrate as run_job
 from .errors import InputError, nearest
 from .log import progress_bar
 from .network import Network, pick_device
 from .settings import Calibration, make_settings
-from .stream import MODEL_ERRORS, Stream
+from .stream import MODEL_ERRORS
 from .student import Student
 from .targets import BlockInfo, Group, choose, probe, skippable_stem, with_readout
+from .tune import Tuning, tune
 from .update import Record
 
 logger = logging.getLogger("featcal")
@@ -39,6 +40,8 @@ class Result:
     settings: Calibration
     seconds: dict[str, float] = field(default_factory=dict)
     """By phase."""
+    tuning: Tuning | None = None
+    """How the settings were chosen, when they were."""
 
 
 def calibrate(
@@ -79,51 +82,72 @@ def calibrate(
     chosen = make_settings(preset, **settings)
     check_models(merged, base, experts, data)
     torch.manual_seed(seed)
-    batches = {task: take_samples(task, data[task], chosen.samples) for task in experts}
     model = merged if inplace else copy.deepcopy(merged)
-    where = pick_device(device)
-    infos, stem = survey(model, next(iter(batches.values()))[0], blocks, chosen, where)
-    order = [info.name for info in infos]
-    check_experts(base, experts, order)
     with ExitStack() as stack:
-        network = stack.enter_context(Network("the merged model", model, order, where, stem).open())
-        opened: dict[int, Network] = {}
-        tasks = []
-        for name, expert in experts.items():
-            if id(expert) not in opened:
-                own = Network(f"expert '{name}'", expert, order, where, stem)
-                opened[id(expert)] = stack.enter_context(own.open())
-            own = opened[id(expert)]
-            rows = sum(batch_size(batch) for batch in batches[name])
-            tasks.append(Task(name, own, Stream(own, batches[name], name), range(len(batches[name])), rows))
-        student = Student(chosen, network, {name: Stream(network, batches[name], name) for name in experts})
-        job = Job(
-            blocks=infos,
-            tasks=tasks,
-            merged=network,
-            base=Network("the base", base, order, where),
-            students=[student],
-            schedule=chosen.schedule,
-            progress=progress_bar("calibrating", enabled=progress),
-        )
-        updates: dict[str, Tensor] = {}
-        records: list[Record] = []
-
-        def finish(info: BlockInfo, student: Student, made: Sequence[Record]) -> None:
-            updates.update({f"{info.name}.{name}": value.cpu() for name, value in student.overrides.items()})
-            records.extend(made)
-
-        job.finish = finish
-        ready = time.perf_counter()
-        run_job(job)
+        bench = open_bench(stack, model, base, experts, data, chosen, blocks, pick_device(device))
+        seconds = {"prepare": time.perf_counter() - clock}
+        tuning = None
+        if chosen.tune == "auto":
+            tuning = tune(bench, chosen, scores)
+            seconds["tune"] = tuning.seconds
+        records, updates = _calibrate(bench, chosen if tuning is None else tuning.chosen, progress)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in updates.items():
             parameters[name].copy_(value)
-    records += kept_records(model, infos)
-    warn_about(records, infos, batches)
-    end = time.perf_counter()
-    return Result(model, records, chosen, {"prepare": ready - clock, "calibrate": end - ready, "total": end - clock})
+    records += kept_records(model, bench.blocks)
+    warn_about(records, bench.blocks, bench.learn)
+    seconds["total"] = time.perf_counter() - clock
+    seconds["calibrate"] = seconds["total"] - sum(seconds[name] for name in seconds if name != "total")
+    final = chosen if tuning is None or tuning.chosen is None else tuning.chosen
+    return Result(model, records, final, seconds, tuning)
+
+
+def _calibrate(bench: Bench, settings: Calibration | None, progress: bool) -> tuple[list[Record], dict[str, Tensor]]:
+    """Run the job; the records and the new parameters by full name. No settings: the merged model is the best."""
+    records: list[Record] = []
+    updates: dict[str, Tensor] = {}
+    if settings is None:
+        logger.warning("no settings bring the merged model closer to its experts: it is returned as it is")
+        return records, updates
+    job = bench.job([settings])
+
+    def finish(info: BlockInfo, student: Student, made: Sequence[Record]) -> None:
+        updates.update({f"{info.name}.{name}": value.cpu() for name, value in student.overrides.items()})
+        records.extend(made)
+
+    job.finish = finish
+    job.progress = progress_bar("calibrating", enabled=progress)
+    run_job(job)
+    return records, updates
+
+
+def open_bench(
+    stack: ExitStack,
+    merged: nn.Module,
+    base: nn.Module,
+    experts: Mapping[str, nn.Module],
+    data: Mapping[str, Iterable[Any]],
+    settings: Calibration,
+    blocks: Sequence[str] | None,
+    device: torch.device,
+) -> Bench:
+    """Read the samples, survey the model, open a network for each model until `stack` closes."""
+    learn, held_out = {}, {}
+    for task in experts:
+        learn[task], held_out[task] = take_samples(task, data[task], settings)
+    infos, stem = survey(merged, next(iter(learn.values()))[0], blocks, settings, device)
+    order = [info.name for info in infos]
+    check_experts(base, experts, order)
+    opened: dict[int, Network] = {}
+    networks = {}
+    for task, expert in experts.items():
+        if id(expert) not in opened:
+            own = Network(f"expert '{task}'", expert, order, device, stem)
+            opened[id(expert)] = stack.enter_context(own.open())
+        networks[task] = opened[id(expert)]
+    network = stack.enter_context(Network("the merged model", merged, order, device, stem).open())
+    return Bench(infos, network, Network("the base", base, order, device), networks, learn, held_out)
 
 
 def survey(
@@ -180,41 +204,27 @@ def check_experts(base: nn.Module, experts: Mapping[str, nn.Module], blocks: Seq
             )
 
 
-def take_samples(task: str, source: Iterable[Any], samples: int) -> list[Any]:
-    """The first `samples` samples of an iterable of batches, the last batch cut to fit."""
+def take_samples(task: str, source: Iterable[Any], settings: Calibration) -> tuple[list[Any], list[Any]]:
+    """Batches to learn from, and held-out ones when the settings are tuned.
+
+    The first `samples` samples of an iterable of batches, and an eighth as many after them; when the source has no
+    more, the last fifth of what there is, at most, is held out instead.
+    """
+    held_out = max(settings.samples // 8, 1) if settings.tune == "auto" else 0
     batches: list[Any] = []
-    missing = samples
+    missing = settings.samples + held_out
     for batch in source:
         rows = batch_size(batch)
-        if rows == 0:
-            continue
-        batches.append(batch if rows <= missing else cut(batch, missing))
-        missing -= min(rows, missing)
+        if rows:
+            batches.append(batch if rows <= missing else cut(batch, missing))
+            missing -= min(rows, missing)
         if not missing:
             break
     if not batches:
         raise InputError(f"task '{task}': its data holds no sample")
-    return batches
-
-
-def batch_size(batch: Any) -> int:
-    """Samples in a batch: the length of its first tensor."""
-    args, kwargs = inputs_of(batch)
-    for value in [*args, *kwargs.values()]:
-        if isinstance(value, Tensor) and value.dim():
-            return len(value)
-    raise InputError("a batch holds no tensor; give dicts of tensors, tensors, or tuples led by either")
-
-
-def cut(batch: Any, rows: int) -> Any:
-    """The first rows of a batch."""
-    size = batch_size(batch)
-    args, kwargs = inputs_of(batch)
-
-    def part(value: Any) -> Any:
-        return value[:rows] if isinstance(value, Tensor) and value.dim() and len(value) == size else value
-
-    return {key: part(value) for key, value in kwargs.items()} if kwargs else part(args[0])
+    total = sum(map(batch_size, batches))
+    learn = min(settings.samples, total - min(held_out, total // 5))
+    return first_samples(batches, learn), samples_after(batches, learn)
 
 
 def kept_records(model: nn.Module, infos: Sequence[BlockInfo]) -> list[Record]:

@@ -88,6 +88,26 @@ def inputs_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     raise InputError(f"a batch must be a dict, a tensor, or a tuple led by one; got {type(batch).__name__}")
 
 
+def batch_size(batch: Any) -> int:
+    """Samples in a batch: the length of its first tensor."""
+    args, kwargs = inputs_of(batch)
+    for value in [*args, *kwargs.values()]:
+        if isinstance(value, Tensor) and value.dim():
+            return len(value)
+    raise InputError("a batch holds no tensor; give dicts of tensors, tensors, or tuples led by either")
+
+
+def cut(batch: Any, rows: int, start: int = 0) -> Any:
+    """The samples `start` to `rows` of a batch."""
+    size = batch_size(batch)
+    args, kwargs = inputs_of(batch)
+
+    def part(value: Any) -> Any:
+        return value[start:rows] if isinstance(value, Tensor) and value.dim() and len(value) == size else value
+
+    return {key: part(value) for key, value in kwargs.items()} if kwargs else part(args[0])
+
+
 def call_model(model: nn.Module, batch: Any, device: torch.device | None = None) -> Any:
     """The model's own forward on a batch, its tensors moved to `device` and floats cast to the model's dtype."""
     args, kwargs = inputs_of(batch)

@@ -71,7 +71,7 @@ def calibrate(job: Job) -> None:
                 skip(job, info)
             job.watch(info, block)
             for student in job.students:
-                student.advance(info.name, block, {t.name: range(len(t.stream.batches)) for t in job.tasks})
+                student.advance(info.name, block)
 
 
 def fit(job: Job, info: BlockInfo, block: nn.Module) -> list[Record]:

@@ -10,7 +10,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,16 +21,16 @@ import torch
 import transformers
 from torch import Tensor
 
-from .calibrate import Job, Task
+from .bench import Bench
+from .calibrate import Job
 from .calibrate import calibrate as run_job
 from .dist import Comm, process_group
 from .errors import InputError
 from .journal import Journal
 from .log import progress_bar
 from .plan import Model, Plan, prepare
-from .recipe import Recipe, load_recipe, recipe_to_yaml, slug
+from .recipe import Recipe, load_recipe, recipe_to_yaml
 from .skeleton import DiskNetwork
-from .stream import Stream
 from .student import Student
 from .targets import BlockInfo
 from .update import Record
@@ -105,27 +105,22 @@ def build_job(
 ) -> Job:
     """Networks, streams and the job of this process; networks stay open until `stack` closes."""
     assert plan.merged is not None and plan.base is not None
-    sizes = {task: [_samples(batch) for batch in data.batches] for task, data in plan.tasks.items()}
-    mine = comm.assign(sizes)
 
     def network(model: Model) -> DiskNetwork:
         opened = DiskNetwork(model.label, model.keymap, plan.order, plan.device, plan.stem)
         stack.enter_context(opened.open())
         return opened
 
-    def folder(side: str, task: str) -> Path | None:
-        return None if spill is None else spill / f"rank{comm.rank}" / side / slug(task)
-
-    merged = network(plan.merged)
-    tasks, streams = [], {}
-    for task, indices in mine.items():
-        data = plan.tasks[task]
-        batches = [data.batches[i] for i in indices]
-        learn = [place for place, i in enumerate(indices) if i < len(data.learn.batches)]
-        expert = network(plan.experts[task])
-        samples = sum(sizes[task][: len(data.learn.batches)])
-        tasks.append(Task(task, expert, Stream(expert, batches, task, folder("expert", task)), learn, samples))
-        streams[task] = Stream(merged, batches, task, folder("merged", task))
+    bench = Bench(
+        blocks=plan.blocks,
+        merged=network(plan.merged),
+        base=DiskNetwork(plan.base.label, plan.base.keymap, plan.order, plan.device),
+        experts={task: network(plan.experts[task]) for task in plan.tasks},
+        learn={task: data.learn.batches for task, data in plan.tasks.items()},
+        held_out={task: data.held_out.batches for task, data in plan.tasks.items()},
+        comm=comm,
+        spill=spill,
+    )
     settings = plan.recipe.calibration
     started = [time.perf_counter()]
 
@@ -142,17 +137,10 @@ def build_job(
         shared = comm.share(saved, plan.device)
         return {name.removeprefix(f"{info.name}."): value for name, value in shared.items()}
 
-    return Job(
-        blocks=plan.blocks,
-        tasks=tasks,
-        merged=merged,
-        base=DiskNetwork(plan.base.label, plan.base.keymap, plan.order, plan.device),
-        students=[Student(settings, merged, streams, comm)],
-        schedule=settings.schedule,
-        restore=restore,
-        finish=finish,
-        progress=progress_bar("calibrating", enabled=progress and comm.rank == 0),
-    )
+    job = bench.job([settings])
+    job.restore, job.finish = restore, finish
+    job.progress = progress_bar("calibrating", enabled=progress and comm.rank == 0)
+    return job
 
 
 def fingerprint(plan: Plan) -> dict[str, Any]:
@@ -173,10 +161,6 @@ def kept_records(plan: Plan) -> list[Record]:
     inside = (*plan.order, *(f"{name}." for name in plan.order))
     owners = {name.rpartition(".")[0]: None for name in plan.merged.keymap.parameters if not name.startswith(inside)}
     return records + [Record("", name, "other", "kept", "outside the blocks") for name in owners]
-
-
-def _samples(batch: Mapping[str, Any]) -> int:
-    return len(next(iter(batch.values())))
 
 
 def _open_output(

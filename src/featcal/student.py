@@ -50,6 +50,8 @@ class Student:
     network: Network
     streams: Mapping[str, Stream]
     """By task; over the same batches as the experts' streams."""
+    walks: Mapping[str, Sequence[int]]
+    """By task, indices of the batches on which this student walks through the blocks."""
     comm: Comm = field(default_factory=Comm)
     overrides: dict[str, Tensor] = field(default_factory=dict)
     """New parameters of the current block, by their name in it, in the dtype in which they are saved."""
@@ -205,12 +207,27 @@ class Student:
             for name, value in merged.items():
                 parameters[name].data = value
 
-    def advance(self, name: str, block: nn.Module, batches: Mapping[str, Sequence[int]]) -> None:
-        """Run the finished block on the given batches of each task: its features are what the next block reads."""
+    def advance(self, name: str, block: nn.Module) -> None:
+        """Run the finished block on this student's batches: its features are what the next block reads."""
         with self.installed(block):
-            for task, indices in batches.items():
+            for task, indices in self.walks.items():
                 for index in indices:
                     self.streams[task].forward(name, index, keep=True)
+
+
+class Onlooker(Student):
+    """The merged model as it is, walking along for comparison: it learns nothing and solves nothing."""
+
+    def begin(self, name: str, units: Sequence[Unit], block: nn.Module, base: Mapping[str, Tensor]) -> None: ...
+
+    def open_task(self, task: str, expert: nn.Module, samples: int) -> None: ...
+
+    def observe(self, task: str, index: int, lesson: Lesson) -> None: ...
+
+    def close_task(self, task: str, expert: nn.Module) -> None: ...
+
+    def solve(self) -> list[Record]:
+        return []
 
 
 def readout_weights(x: Tensor) -> Tensor:

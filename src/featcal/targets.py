@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .blocks import Gate, call_model, inputs_of, stack_of
+from .blocks import Gate, batch_size, call_model, inputs_of, stack_of
 from .errors import InputError
 from .settings import Calibration
 
@@ -235,7 +235,7 @@ def probe(model: nn.Module, blocks: Sequence[str], batch: Any, device: torch.dev
     Raises:
         InputError: a block never ran, or ran more than once (weights shared across depth).
     """
-    recorder = _Recorder(model, blocks, _mask_keys(model, blocks, batch), _batch_size(batch))
+    recorder = _Recorder(model, blocks, _mask_keys(model, blocks, batch), batch_size(batch))
     with recording(recorder, model, blocks):
         call_model(model, batch, device)
     for name in blocks:
@@ -272,11 +272,6 @@ def recording(recorder: _Recorder, model: nn.Module, blocks: Sequence[str]) -> I
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _batch_size(batch: Any) -> int:
-    args, kwargs = inputs_of(batch)
-    return next(len(v) for v in [*args, *kwargs.values()] if isinstance(v, Tensor) and v.dim())
 
 
 def _stack_config(model: nn.Module, block: str) -> Any:

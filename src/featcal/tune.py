@@ -1,0 +1,240 @@
+"""Choose λ, ρ and α without labels: by how close the calibrated outputs come to the experts' on held-out samples.
+
+Criterion: KL(expert ‖ candidate) of the task's scores, averaged over held-out rows, divided by that of the merged model
+as it is, and averaged over tasks: 1 is the merged model, 0 the experts. Candidates walk through the blocks side by side,
+on a part of the samples, so that the experts run once a round. No label and no test row is read: docs/tuning.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from .bench import Bench
+from .calibrate import Job, calibrate
+from .drift.outputs import Scores, TailReader, output_drift, pooled_feature
+from .drift.rows import readouts
+from .errors import InputError
+from .settings import Calibration
+
+logger = logging.getLogger("featcal")
+
+SHARE = 8
+"""Candidates are tried on one in SHARE of the samples, but on no fewer than FEWEST per task."""
+FEWEST = 16
+CAP = 4.0
+"""One task counts at most this many times worse than the merged model, so that no bad head decides alone."""
+RHO = (1.0, 2.0, 4.0, 7.0)
+RIDGE = (0.2, 5.0)
+ALPHA = (0.0, 0.6)
+FINE = 1.4
+"""Step of the last round, a factor on ρ and λ."""
+TEMPERATURE = 0.1
+"""Of the substitute criterion's similarities, for models without scores."""
+
+
+@dataclass
+class Candidate:
+    """One choice of settings and how it did."""
+
+    settings: Calibration
+    kl: dict[str, float]
+    """By task, mean KL(expert ‖ candidate) in nats over held-out rows."""
+    criterion: float
+    """Mean over tasks of kl / (kl of the merged model): below 1 is better than the merged model."""
+    round: int
+
+    def row(self) -> dict[str, Any]:
+        s = self.settings
+        return {"ridge": s.ridge, "rho": s.rho, "alpha": s.alpha, "criterion": self.criterion, "kl": self.kl,
+                "round": self.round}  # fmt: skip
+
+
+@dataclass
+class Tuning:
+    """The outcome of a search."""
+
+    chosen: Calibration | None
+    """The best settings; None when no candidate came closer to the experts than the merged model as it is."""
+    candidates: list[Candidate]
+    merged_kl: dict[str, float]
+    kind: str
+    """What the criterion compared."""
+    seconds: float = 0.0
+    samples: int = 0
+    worse: list[str] = field(default_factory=list)
+    """Tasks on which the chosen settings are no better than the merged model."""
+
+    @property
+    def best(self) -> Candidate:
+        return min(self.candidates, key=lambda c: c.criterion)
+
+    def as_dict(self) -> dict[str, Any]:
+        best = self.best
+        rows = [{**c.row(), "chosen": c is best and self.chosen is not None} for c in self.candidates]
+        return {
+            "kind": self.kind,
+            "samples": self.samples,
+            "seconds": self.seconds,
+            "merged_kl": self.merged_kl,
+            "worse": self.worse,
+            "candidates": rows,
+        }
+
+
+def tune(
+    bench: Bench,
+    settings: Calibration,
+    scores: Mapping[str, Scores] | None = None,
+    progress: Callable[[str], Any] | None = None,
+) -> Tuning:
+    """Search λ, ρ, α around `settings` in three rounds, deterministic, coarse to fine.
+
+    1. ρ over RHO at the given λ and α.  2. λ and α around the best.  3. ρ and λ by a factor FINE either way.
+
+    Raises:
+        InputError: no held-out sample.
+    """
+    start = time.perf_counter()
+    if not any(bench.held_out.values()):
+        raise InputError("tune: no held-out samples; give more data, or choose the settings with tune: off")
+    total = settings.samples
+    samples = min(total, max(total // SHARE, FEWEST))
+    search = _Search(bench, scores or {}, samples)
+    search.try_all([settings.model_copy(update={"rho": rho}) for rho in dict.fromkeys((*RHO, settings.rho))])
+    best = search.best.settings
+    search.try_all(
+        [best.model_copy(update={"ridge": best.ridge * factor}) for factor in RIDGE]
+        + [best.model_copy(update={"alpha": alpha}) for alpha in ALPHA]
+    )
+    best = search.best.settings
+    search.try_all(
+        [best.model_copy(update={"rho": best.rho * f}) for f in (1 / FINE, FINE)]
+        + [best.model_copy(update={"ridge": best.ridge * f}) for f in (1 / FINE**2, FINE**2)]
+    )
+    return search.result(time.perf_counter() - start)
+
+
+class _Search:
+    def __init__(self, bench: Bench, scores: Mapping[str, Scores], samples: int):
+        self.bench, self.scores, self.samples = bench, scores, samples
+        self.candidates: list[Candidate] = []
+        self.merged_kl: dict[str, float] = {}
+        self.kind = ""
+        self.rounds = 0
+
+    def try_all(self, wanted: Sequence[Calibration]) -> None:
+        """Run the settings that were not tried yet, side by side."""
+        tried = {_key(candidate.settings) for candidate in self.candidates}
+        new = list({_key(s): s for s in wanted if _key(s) not in tried}.values())
+        if not new:
+            return
+        self.rounds += 1
+        job = self.bench.job(new, samples=self.samples, onlooker=True)
+        calibrate(job)
+        table, self.kind = divergences(job, self.scores)
+        *mine, merged = table
+        self.merged_kl = merged
+        for one, kl in zip(new, mine, strict=True):
+            self.candidates.append(Candidate(one, kl, criterion(kl, merged), self.rounds))
+
+    @property
+    def best(self) -> Candidate:
+        return min(self.candidates, key=lambda c: c.criterion)
+
+    def result(self, seconds: float) -> Tuning:
+        best = self.best
+        better = best.criterion < 1.0
+        worse = [task for task, kl in best.kl.items() if not kl < self.merged_kl[task]]
+        return Tuning(
+            best.settings if better else None,
+            self.candidates,
+            self.merged_kl,
+            self.kind,
+            seconds,
+            self.samples,
+            worse if better else list(self.merged_kl),
+        )
+
+
+def _key(settings: Calibration) -> tuple[float, float, float]:
+    return round(settings.ridge, 12), round(settings.rho, 9), round(settings.alpha, 9)
+
+
+def criterion(kl: Mapping[str, float], merged: Mapping[str, float]) -> float:
+    """Mean over tasks of the candidate's KL relative to the merged model's, each capped at CAP."""
+    ratios = []
+    for task, value in kl.items():
+        reference = max(merged[task], 1e-12)
+        ratio = value / reference if value - value == 0 else CAP
+        ratios.append(min(ratio, CAP))
+    return sum(ratios) / len(ratios)
+
+
+def divergences(job: Job, scores: Mapping[str, Scores]) -> tuple[list[dict[str, float]], str]:
+    """Per student, by task: mean KL(expert ‖ student) over held-out samples, after the job has run; and of what."""
+    names = [info.name for info in job.blocks]
+    comm = job.students[0].comm
+    sums: list[dict[str, tuple[float, int]]] = [{} for _ in job.students]
+    kind = "scores"
+    for task in job.tasks:
+        held = [i for i in range(len(task.stream.batches)) if i not in set(task.learn)]
+        if not held:
+            continue
+        readout = list(readouts(job.merged.model, names, task.stream.batches[held[0]]).values())[-1]
+        expert_reader = TailReader(task.expert, scores.get(task.name))
+        reader = TailReader(job.merged, scores.get(task.name))
+        experts: list[Tensor] = []
+        features: list[list[Tensor]] = [[] for _ in job.students]
+        totals = [0.0] * len(job.students)
+        count = 0
+        for index in held:
+            batch = task.stream.batches[index]
+            expert = expert_reader(batch, task.stream.states[index], readout)
+            for place, student in enumerate(job.students):
+                tail = reader(batch, student.streams[task.name].states[index], readout)
+                drift = output_drift(expert, tail, batch, readout, torch.device("cpu"))
+                if "kl" in drift:
+                    totals[place] += float(drift["kl"].double().sum())
+                else:
+                    features[place].append(pooled_feature(tail, batch, readout))
+            if features[0]:
+                experts.append(pooled_feature(expert, batch, readout))
+            count += len(pooled_feature(expert, batch, readout))
+        if experts:
+            kind = "feature neighbourhoods"
+            reference = torch.cat(experts)
+            totals = [float(neighbourhood_kl(reference, torch.cat(own)).sum()) for own in features]
+        for place in range(len(job.students)):
+            sums[place][task.name] = (totals[place], count)
+    return [_over_processes(comm.gather_objects(one)) for one in sums], kind
+
+
+def neighbourhood_kl(expert_BD: Tensor, student_BD: Tensor) -> Tensor:
+    """The substitute for models without scores: KL of whom each sample resembles.
+
+    For every sample the softmax of its cosine similarities (centred on the expert's mean, over TEMPERATURE) to the
+    expert's features of the other samples, for the expert's own feature and for the student's. Shape (B,).
+    """
+    centre = expert_BD.double().mean(0)
+    anchors, own = normalize(expert_BD.double() - centre, dim=1), normalize(student_BD.double() - centre, dim=1)
+    itself = torch.eye(len(anchors), dtype=torch.bool)
+    log_p = (anchors @ anchors.T / TEMPERATURE).masked_fill(itself, -torch.inf).log_softmax(1)
+    log_q = (own @ anchors.T / TEMPERATURE).masked_fill(itself, -torch.inf).log_softmax(1)
+    return torch.where(itself, 0.0, log_p.exp() * (log_p - log_q)).sum(1)
+
+
+def _over_processes(parts: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+    totals: dict[str, tuple[float, int]] = {}
+    for part in parts:
+        for task, (total, count) in part.items():
+            before = totals.get(task, (0.0, 0))
+            totals[task] = (before[0] + total, before[1] + count)
+    return {task: total / max(count, 1) for task, (total, count) in totals.items()}
