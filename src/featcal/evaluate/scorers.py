@@ -138,9 +138,9 @@ class Generation:
         ids = self.tokenizer(text)["input_ids"]
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
-    def generate(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    def generate(self, model: nn.Module, inputs: Mapping[str, Tensor], *, masked: bool) -> Tensor:
         """Token ids of the greedy answers, (rows, at most max_length), the start token first."""
-        given = ("input_ids", "attention_mask") if self.attention_mask else ("input_ids",)
+        given = ("input_ids", "attention_mask") if masked else ("input_ids",)
         device = next(p.device for p in model.parameters())
         own: Any = getattr(model, "generation_config", None)
         special = ("pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_token_id")
@@ -155,7 +155,7 @@ class Generation:
 
     def predict(self, model: nn.Module, batch: Batch, adapter: Adapter | None = None) -> Predictions:
         with adapted(model, adapter):
-            ids = self.generate(model, batch.inputs)
+            ids = self.generate(model, batch.inputs, masked=self.attention_mask)
         texts = [str(text) for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
         if batch.labels is None:
             return Predictions(texts)
