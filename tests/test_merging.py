@@ -411,7 +411,7 @@ def test_order_of_experts_does_not_matter(method: str):
 
 
 @pytest.mark.parametrize("method", DATA_FREE)
-@pytest.mark.parametrize("family", ["clip", "clip-vision", "vit", "bert", "t5", "llama", "gpt2", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["clip", "bert", "t5", "llama", "gpt2", "qwen3-moe"])
 def test_every_method_on_every_family(method: str, family: str):
     setup = family_setup(family, tasks=2)
     params = {"iterations": 20} if method == "wudi" else {}

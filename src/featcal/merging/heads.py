@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..blocks import call_model, inputs_of
 from ..errors import InputError
-from ..network import to_device
 from ..stream import MODEL_ERRORS
 
 Scores = Callable[[nn.Module, Any], Tensor]
@@ -26,7 +25,8 @@ def row_scores(model: nn.Module, batch: Any, device: torch.device, score: Scores
     Raises:
         InputError: the model refuses the batch, has no scores, or they are not (rows, classes) with a gradient.
     """
-    batch = to_device(batch, device)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    batch = _placed(batch, device, dtype)
     try:
         logits = _own_scores(model, batch, device, task) if score is None else score(model, batch)
     except InputError:
@@ -38,6 +38,17 @@ def row_scores(model: nn.Module, batch: Any, device: torch.device, score: Scores
     if not logits.requires_grad:
         raise InputError(f"task '{task}': its scores have no gradient; drop torch.no_grad and detach from `scores`")
     return logits
+
+
+def _placed(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Tensors on the device, floats in the dtype, inside dicts and tuples."""
+    if isinstance(value, Tensor):
+        return value.to(device, dtype if value.is_floating_point() else None)
+    if isinstance(value, Mapping):
+        return {key: _placed(item, device, dtype) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_placed(item, device, dtype) for item in value)
+    return value
 
 
 def _own_scores(model: nn.Module, batch: Any, device: torch.device, task: str) -> Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..api import batch_size, survey, take_samples
-from ..blocks import call_model, find_blocks
+from ..api import survey
+from ..blocks import batch_size, call_model, cut, find_blocks
 from ..calibrate import Task
 from ..errors import InputError, nearest
 from ..log import progress_bar
@@ -88,7 +88,21 @@ def _samples(
             f"merge method '{method.method}' needs unlabelled samples of every task; "
             f"give data={{'{missing[0]}': batches}} or choose a data-free method such as task_arithmetic"
         )
-    return {task: take_samples(task, data[task], samples) for task in experts}
+    return {task: take(task, data[task], samples) for task in experts}
+
+
+def take(task: str, source: Iterable[Any], samples: int) -> list[Any]:
+    """The first `samples` samples of an iterable of batches (which may be endless), the last batch cut to fit."""
+    batches: list[Any] = []
+    for batch in source:
+        rows = batch_size(batch)
+        batches.append(batch if rows <= samples else cut(batch, samples))
+        samples -= min(rows, samples)
+        if not samples:
+            break
+    if not sum(map(batch_size, batches)):
+        raise InputError(f"task '{task}': its data holds no sample")
+    return batches
 
 
 def _by_features(
