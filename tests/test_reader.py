@@ -428,6 +428,9 @@ def test_a_file_that_shrinks_while_in_use_is_reported(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(RunError, match="changed while it was read"):
         ckpt.get(key)
+    path.unlink()
+    with pytest.raises(RunError, match=r"model.safetensors can no longer be read .*No such file"):
+        ckpt.get(key)
 
 
 def test_folders_without_usable_weights(tmp_path: Path) -> None:

@@ -116,13 +116,11 @@ class KeyMap:
 
     def _map_keys(self) -> None:
         """Follow transformers' own loading loop: rename every key, then collect those that share a converter."""
-        renamings, converters, prefix = _tables(self.model)
+        _, converters, _ = _tables(self.model)
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         groups: dict[str, list[tuple[str, str]]] = {}
-        for key in sorted(self.checkpoint.keys(), key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters, prefix, self._state)
-            if name not in self._state and key in self._state:
-                name, pattern = rename_source_key(key, [], [], prefix, self._state)
+        keys = sorted(self.checkpoint.keys(), key=dot_natural_key)
+        for key, (name, pattern) in _renamed(self.model, self._state, keys).items():
             if name not in self._state:
                 self.unused.append(key)
             elif pattern is not None:
@@ -195,6 +193,24 @@ def _tables(model: nn.Module) -> tuple[list[WeightRenaming], list[WeightConverte
     renamings = [t for t in table if isinstance(t, WeightRenaming)]
     converters = [t for t in table if isinstance(t, WeightConverter)]
     return renamings, converters, model.base_model_prefix
+
+
+def _renamed(model: nn.Module, state: dict[str, Tensor], keys: Iterable[str]) -> dict[str, tuple[str, str | None]]:
+    """By key: its name in the model, and the pattern of the converter that it feeds, as transformers would load it."""
+    renamings, converters, prefix = _tables(model)
+    renamed = {}
+    for key in keys:
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:  # renamed by mistake: at most the prefix differs
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        renamed[key] = (name, pattern)
+    return renamed
+
+
+def module_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str]:
+    """Names in `model` of tensors that are called `keys` on disk or were in another release; unknown ones left out."""
+    state = model.state_dict()
+    return {key: name for key, (name, _) in _renamed(model, state, keys).items() if name in state}
 
 
 @torch.no_grad()

@@ -14,9 +14,11 @@ import re
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -226,7 +228,7 @@ class FileCheckpoint(Checkpoint):
         # A gather from a map would fault in a megabyte around every row, so seek and read instead.
         step = entry.nbytes // entry.shape[0]
         buffer = torch.empty(len(wanted), step, dtype=torch.uint8)
-        with self.path_of(key).open("rb") as file:
+        with _opened(self.path_of(key)) as file:
             for row, into in zip(wanted.tolist(), buffer.numpy(), strict=True):
                 _read_into(file, entry.start + row * step, into)
         return buffer.view(entry.dtype).view(len(wanted), *entry.shape[1:])[back]
@@ -258,7 +260,7 @@ class FileCheckpoint(Checkpoint):
         if self.is_pickle:
             data = self.get(key).reshape(-1).view(torch.uint8)
             return [data[at : at + _SAMPLE].numpy().tobytes() for at in starts]
-        with self.path_of(key).open("rb") as file:
+        with _opened(self.path_of(key)) as file:
             samples = []
             for at in starts:
                 file.seek(entry.start + at)
@@ -379,19 +381,27 @@ def load_entry(path: Path, entry: Entry) -> Tensor:
 
     A map of its own, rather than of the whole file, leaves the resident set as soon as the tensor is freed.
     """
-    with path.open("rb") as file:
+    with _opened(path) as file:
         if entry.nbytes < _MAP_FROM or len(_maps) >= _MAX_MAPS or entry.start % entry.dtype.itemsize:
             buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
             _read_into(file, entry.start, buffer.numpy())
             return buffer.view(entry.dtype).view(entry.shape)
         skip = entry.start % mmap.ALLOCATIONGRANULARITY
-        try:
-            view = mmap.mmap(file.fileno(), entry.nbytes + skip, access=mmap.ACCESS_COPY, offset=entry.start - skip)
-        except (OSError, ValueError) as error:  # the file shrank, or the address space is limited
-            raise RunError(f"{path} cannot be mapped into memory: {error}") from error
+        length, offset = entry.nbytes + skip, entry.start - skip
+        view = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=offset)
     _maps.add(view)
     count = math.prod(entry.shape)
     return torch.frombuffer(view, dtype=entry.dtype, count=count, offset=skip).view(entry.shape)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """An input file whose header was read before: if it fails now, it was moved, changed or its disk is gone."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} can no longer be read ({error}): run again when it is back in place") from error
 
 
 def _read_into(file: Any, start: int, buffer: Any) -> None:
