@@ -437,6 +437,22 @@ def test_merge_modules_keeps_ties_and_inputs():
     assert all(torch.equal(t, before[n]) for n, t in base.state_dict().items())
 
 
+def test_tied_tensors_count_once_and_untied_ones_of_an_expert_are_noted():
+    base = make("llama")
+    experts = [perturbed(base, 1)]
+    names = [name for name, _ in base.named_parameters()]
+    once = {name: base.state_dict()[name] for name in names}
+    expected = merge_state_dicts(get_merger("ties"), once, [experts[0].state_dict()])
+    notes: list[str] = []
+    got = merge_modules(get_merger("ties"), base, experts, notes=notes).state_dict()
+    assert notes == [] and all(torch.equal(got[name], expected[name]) for name in names)
+    experts[0].lm_head.weight = nn.Parameter(experts[0].lm_head.weight + 1)
+    merge_modules(get_merger("ties"), base, experts, notes=notes)
+    assert len(notes) == 1 and notes[0].startswith(
+        "lm_head.weight: is model.embed_tokens.weight in the base; 'expert 1'"
+    )
+
+
 def test_conv1d_weights_are_merged_as_the_linear_they_are():
     class Net(nn.Module):
         def __init__(self, module: nn.Module) -> None:

@@ -64,13 +64,26 @@ def _weights(
     method: Merger, base: nn.Module, experts: Mapping[str, nn.Module], where: torch.device, notes: list[str]
 ) -> dict[str, Tensor]:
     states = {name: expert.state_dict() for name, expert in experts.items()}
-    kinds = module_kinds(base)
-    return merge_state_dicts(method, base.state_dict(), states, kinds=kinds, device=where, notes=notes)
+    own = base.state_dict()
+    for alias, first in tied_names(base).items():
+        own.pop(alias, None)  # counted once, as on disk
+        for name, state in states.items():
+            if alias in state and first in state and not torch.equal(state[alias], state[first]):
+                notes.append(f"{alias}: is {first} in the base; '{name}' has other values there, which are left out")
+    return merge_state_dicts(method, own, states, kinds=module_kinds(base), device=where, notes=notes)
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of shared parameters → the first name."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}
 
 
 def _copy_with(base: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+    """A copy with these tensors; those that are left out are other names of tied ones."""
     model = copy.deepcopy(base)
-    model.load_state_dict(dict(state))
+    model.load_state_dict(dict(state), strict=False)
     return model
 
 
