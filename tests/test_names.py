@@ -62,13 +62,7 @@ def edit_config(folder: Path, **changes: Any) -> Path:
 def mapped(folder: Path, kind: type[PreTrainedModel] | None = None) -> KeyMap:
     """The key map of a folder's tensors for its own class, or for the skeleton of another class."""
     ckpt = open_checkpoint(folder)
-    if kind is None:
-        return KeyMap(skeleton(ckpt), ckpt)
-    config = kind.config_class.from_pretrained(folder)  # type: ignore[union-attr]
-    with torch.device("meta"):
-        model = kind(config)
-    model.tie_weights()
-    return KeyMap(model, ckpt)
+    return KeyMap(skeleton(ckpt, kind=kind), ckpt)
 
 
 def assert_equals_transformers(keys: KeyMap, folder: Path, kind: type[PreTrainedModel] | None = None) -> None:

@@ -245,7 +245,7 @@ def skeleton(
     """
     if not checkpoint.config:
         raise InputError(f"'{checkpoint.name}' has no config.json: copy it from the base model's folder")
-    kind = model_class(checkpoint, trust_remote_code=trust_remote_code)
+    kind = kind or model_class(checkpoint, trust_remote_code=trust_remote_code)
     assert kind.config_class is not None
     try:
         model_config = kind.config_class.from_pretrained(str(checkpoint.folder))
