@@ -217,10 +217,19 @@ def test_long_rows_are_cut_by_tokens_and_keep_their_special_tokens() -> None:
     assert real_rows(kept_end) == {0: ids(words(4, 16))}
 
 
-def test_a_very_long_line_is_not_tokenised_whole() -> None:
-    batches = batch([{"text": words(3) + " w1" * 2_000_000}], tokenizer(), length=8)
+def test_a_very_long_line_is_not_tokenised_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    original = PreTrainedTokenizerFast.__call__
+
+    def call(self: PreTrainedTokenizerFast, text: list[str], **options: Any) -> Any:
+        lengths.extend(len(part) for part in text)
+        return original(self, text, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", call)
+    batches = batch([{"text": words(3) + " w1" * 100_000}], tokenizer(), length=8)
     assert real_rows(batches) == {0: [*ids(words(3)), *[VOCAB["w1"]] * 5]}
     assert batches.truncated == 1
+    assert max(lengths) == 8000
 
 
 def test_position_embeddings_limit_the_length(caplog: pytest.LogCaptureFixture) -> None:
