@@ -34,6 +34,7 @@ from featcal.evaluate import (
     average,
     choose_rows,
     evaluate,
+    evaluate_recipe,
     load_centroid_head,
     main_scores,
     predict,
@@ -47,32 +48,8 @@ from featcal.evaluate.harness import HarnessTask, is_installed
 from featcal.recipe import DataSpec
 from pico import PAD, family_setup, make, perturbed
 
-WORDS = tuple(
-    [
-        "yes",
-        "no",
-        "maybe",
-        "the",
-        "cat",
-        "sat",
-        "on",
-        "a",
-        "mat",
-        "1",
-        "2",
-        "3",
-        "4",
-        "5",
-        ".",
-        "0",
-        "Q",
-        ":",
-        "is",
-        "it",
-        "true",
-        "acceptable",
-    ]
-)
+_LETTERS = ["1", "2", "3", "4", "5", ".", "0", "Q", ":"]
+WORDS = ["yes", "no", "maybe", "the", "cat", "sat", "on", "a", "mat", *_LETTERS, "is", "it", "true", "acceptable"]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -324,7 +301,7 @@ def test_generation_is_greedy_exact_match_from_input_ids_alone():
     parrot = Parrot("yes")
     result = evaluate({"m": parrot}, EvalTask("t", scorer, rows), device="cpu", progress=False)["m"]["exact_match"]
     assert result.value == pytest.approx(200 / 3)
-    assert set(parrot.given) == {"input_ids", "generation_config", "use_cache"}
+    assert set(parrot.given) == {"input_ids", "generation_config"}
     config = parrot.given["generation_config"]
     assert (config.max_length, config.num_beams, config.do_sample) == (10, 1, False)
     assert parrot.given["input_ids"][0, 0] == 4 + WORDS.index("Q")
@@ -456,3 +433,45 @@ def test_models_are_left_as_they_were():
             device="cpu", progress=False)  # fmt: skip
     assert model.training
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+# ---- recipes
+
+
+def save_text_recipe(folder: Any, rows: int) -> Any:
+    """A BERT job on disk: base, merged, two experts, and a JSONL file with labels for each task."""
+    setup = family_setup("bert")
+    models_ = {"base": setup.base, "merged": setup.merged, **setup.experts}
+    for name, model in models_.items():
+        model.save_pretrained(folder / name)  # type: ignore[operator]
+        tokenizer().save_pretrained(folder / name)
+    g = np.random.default_rng(0)
+    for task in setup.experts:
+        lines = [{"text": " ".join(g.choice(WORDS, 4)), "label": int(g.integers(2))} for _ in range(rows)]
+        (folder / f"{task}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tasks = "".join(f"  {t}: {{expert: ./{t}, data: {{source: ./{t}.jsonl, text: text}}}}\n" for t in setup.experts)
+    file = folder / "recipe.yaml"
+    file.write_text(f"base: ./base\nmerged: ./merged\ntasks:\n{tasks}calibration: {{samples: 8}}\ndevice: cpu\n")
+    return file
+
+
+def test_a_recipe_is_scored_on_rows_that_calibration_does_not_read(tmp_path: Any):
+    file = save_text_recipe(tmp_path, 30)
+    got = evaluate_recipe(file, {"again": str(tmp_path / "merged")}, output=tmp_path / "out", progress=False)
+    assert set(got) == {"experts", "base", "merged", "again"}
+    assert got["again"] == got["merged"]
+    task = got["merged"]["task0"]
+    assert task["accuracy"].n == 30 - 8 - 1, "8 samples and 1 held-out row are left alone"
+    assert 0 <= task["agreement"].value <= 100
+    assert set(got["experts"]["task0"]) == {"accuracy"}
+    saved = json.loads((tmp_path / "out" / "merged.scores.json").read_text())
+    assert saved["task0"]["value"] == task["accuracy"].value
+    assert saved["average"] == average(main_scores(got["merged"]))
+    only = evaluate_recipe(file, [str(tmp_path / "merged")], own=False, limit=5, progress=False)
+    assert set(only) == {"merged"} and only["merged"]["task1"]["accuracy"].n == 5
+
+
+def test_a_recipe_without_spare_rows_says_so(tmp_path: Any):
+    file = save_text_recipe(tmp_path, 8)
+    with pytest.raises(InputError, match="reads every row"):
+        evaluate_recipe(file, progress=False)

@@ -5,10 +5,13 @@ scores = evaluate({"expert": expert, "merged": merged, "calibrated": calibrated}
 scores["merged"]["accuracy"]        # Score(metric='accuracy', value=55.7, n=8041, low=54.6, high=56.8)
 """
 
+from .checkpoints import load_model
+from .classes import class_names
 from .harness import HarnessTask, run_harness
 from .heads import CentroidHead, Head, OwnHead, ZeroShotHead, load_centroid_head, zero_shot_head
 from .outcomes import METRICS, Score, average, score
 from .readers import ImageReader, PromptReader, TextReader
+from .recipe import evaluate_recipe
 from .rows import TableRows
 from .run import Adapted, EvalTask, choose_rows, evaluate, predict, score_predictions
 from .scorers import Classification, Generation, Likelihood, Scorer
@@ -34,8 +37,11 @@ __all__ = [
     "ZeroShotHead",
     "average",
     "choose_rows",
+    "class_names",
     "evaluate",
+    "evaluate_recipe",
     "load_centroid_head",
+    "load_model",
     "main_scores",
     "predict",
     "run_harness",

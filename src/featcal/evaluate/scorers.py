@@ -146,10 +146,14 @@ class Generation:
         special = ("pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_token_id")
         # A fresh configuration: what a checkpoint or a release prefers (beams, lengths, penalties) must not leak in.
         config = GenerationConfig(
-            max_length=self.max_length, do_sample=False, num_beams=1, **{k: getattr(own, k, None) for k in special}
+            max_length=self.max_length,
+            do_sample=False,
+            num_beams=1,
+            use_cache=True,
+            **{k: getattr(own, k, None) for k in special},
         )
         output: Tensor = model.generate(  # type: ignore[operator]
-            **{k: inputs[k].to(device) for k in given}, generation_config=config, use_cache=True
+            **{k: inputs[k].to(device) for k in given}, generation_config=config
         )
         return output
 

@@ -50,31 +50,13 @@ def load_suite(name: str, variant: str | None = None) -> Suite:
     return _resolve(_validated(SuiteFile, text, f"{file}.yaml"), name, size, list_name, variant, numbers)
 
 
-def class_names(task: str) -> tuple[list[str], list[str]]:
-    """Class names (by label) and templates of a CLIP task, from `classes.yaml`.
-
-    Raises:
-        InputError: no such list.
-    """
-    lists = _classes()
-    if task not in lists:
-        raise InputError(f"no class names for '{task}'{nearest(task, lists)}; known: {', '.join(lists)}")
-    return list(lists[task]["names"]), list(lists[task]["templates"])
-
-
-@cache
-def _classes() -> dict[str, Any]:
-    lists, _ = parse_yaml((_PACKAGE / "classes.yaml").read_text(encoding="utf-8"), "classes.yaml")
-    return dict(lists)
-
-
 @cache
 def _index() -> dict[str, tuple[str, str, str]]:
     """Suite name → (file, size, list)."""
     found = {}
     for entry in sorted(_PACKAGE.iterdir(), key=lambda item: item.name):
         stem = entry.name.removesuffix(".yaml")
-        if "." in stem or stem == "classes":
+        if "." in stem:
             continue
         file = _validated(SuiteFile, entry.read_text(encoding="utf-8"), entry.name)
         for list_name in file.lists or {"": ()}:

@@ -7,7 +7,7 @@ Everything comes from the Hub, or from a *mirror*: a folder laid out like it, `m
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -36,11 +36,12 @@ from ..evaluate import (
     load_centroid_head,
     zero_shot_head,
 )
+from ..evaluate.checkpoints import load_model
+from ..evaluate.classes import class_names
 from ..evaluate.readers import Corruption
 from ..hub import locate
 from ..network import pick_device
 from ..recipe import DataSpec
-from .load import class_names
 from .schema import Centroid, Data, Suite, Task, ZeroShot
 
 logger = logging.getLogger("featcal")
@@ -107,15 +108,9 @@ class Materials:
         return {task: self.expert(task) for task in self.suite.tasks}
 
     def load(self, ref: str | Path) -> nn.Module:
-        """A checkpoint of the suite's model class: a folder, a Hub id, or one of either with an adapter."""
-        folder = ref if isinstance(ref, Path) else locate(self.mirror.model(ref))
-        if (folder / "adapter_config.json").is_file():
-            return fold_adapter(self._load(locate(self.mirror.model(self.suite.base))), folder)
-        return self._load(folder)
-
-    def _load(self, folder: Path) -> nn.Module:
-        model: nn.Module = model_class(self.suite).from_pretrained(folder)
-        return model.eval()
+        """A checkpoint of the suite's model class: a folder, a Hub id, or an adapter of the base."""
+        place = ref if isinstance(ref, Path) else self.mirror.model(ref)
+        return load_model(place, base=self.mirror.model(self.suite.base), kind=model_class(self.suite))
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -237,18 +232,19 @@ class Materials:
             batches.append(batch)
         return batches
 
-    def unlabelled_test(self, task: str, batch_size: int) -> list[dict[str, Tensor]]:
-        """Batches of the task's test inputs, without labels: what test-time methods such as AdaMerging train on."""
+    def unlabelled_test(self, task: str, batch_size: int = 16) -> Iterator[dict[str, Tensor]]:
+        """Batches of the task's test inputs in a seeded order, no labels: what test-time methods (AdaMerging) learn on.
+
+        Text-to-text decoders read one token of id 1, as in the published runs of AdaMerging on FLAN-T5.
+        """
         rows, reader = self.rows(task, test=True), self.reader(task)
         order = list(permutation(len(rows), 42, task))
-        return [
-            {
-                name: value
-                for name, value in reader([rows[i] for i in order[start : start + batch_size]]).items()
-                if name != "counted"
-            }
-            for start in range(0, len(order), batch_size)
-        ]
+        for start in range(0, len(order), batch_size):
+            part = [rows[i] for i in order[start : start + batch_size]]
+            batch = {name: value for name, value in reader(part).items() if name != "counted"}
+            if self.suite.family == "text-to-text":
+                batch["decoder_input_ids"] = torch.ones(len(part), 1, dtype=torch.long)
+            yield batch
 
     def _decoder_inputs(self, task: str, rows: list[Any], batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the decoder reads: the start token, then (unless that is all) an answer but for its end token."""
@@ -267,14 +263,14 @@ class Materials:
             answers = scorer.generate(expert, batch, masked=True).cpu()
         return shift(answers, self.tokenizer.eos_token_id)
 
+    def heads(self) -> dict[str, Head]:
+        """The classification heads by task; empty for other kinds of task."""
+        scorers = {task: self.scorer(task) for task in self.suite.tasks}
+        return {task: one.head for task, one in scorers.items() if isinstance(one, Classification)}
+
     def scores(self) -> dict[str, Callable[[nn.Module, Any], Tensor]]:
         """The heads that live outside the models, for `featcal.calibrate(scores=...)`; empty when there are none."""
-        heads: dict[str, Callable[[nn.Module, Any], Tensor]] = {}
-        for task in self.suite.tasks:
-            scorer = self.scorer(task)
-            if isinstance(scorer, Classification) and not isinstance(scorer.head, OwnHead):
-                heads[task] = scorer.head
-        return heads
+        return {task: head for task, head in self.heads().items() if not isinstance(head, OwnHead)}
 
 
 def shift(answer_BT: Tensor, end: int) -> dict[str, Tensor]:
@@ -282,21 +278,6 @@ def shift(answer_BT: Tensor, end: int) -> dict[str, Tensor]:
     ids_BT = answer_BT[:, :-1]
     mask_BT = ((ids_BT == end).cumsum(1) == 0).long()
     return {"decoder_input_ids": ids_BT, "decoder_attention_mask": mask_BT}
-
-
-def fold_adapter(model: nn.Module, folder: Path) -> nn.Module:
-    """The model with a PEFT adapter folded in.
-
-    Raises:
-        InputError: the adapter changes no tensor of the model.
-    """
-    from peft import PeftModel
-
-    before: Mapping[str, Tensor] = {name: p.detach().clone() for name, p in model.named_parameters()}
-    folded: nn.Module = PeftModel.from_pretrained(model, folder).merge_and_unload()
-    if all(torch.equal(p, before[name]) for name, p in folded.named_parameters()):
-        raise InputError(f"the adapter {folder} changes nothing; is it of this base model?")
-    return folded.eval()
 
 
 def model_class(suite: Suite) -> Any:

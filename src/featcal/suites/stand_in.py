@@ -20,7 +20,7 @@ from PIL import Image as PILImage
 from torch import nn
 
 from ..errors import InputError
-from .load import class_names
+from ..evaluate.classes import class_names
 from .schema import Data, Suite, Task, ZeroShot
 
 ROWS = {"train": 40, "other": 24}
@@ -112,7 +112,7 @@ def data_folder(root: Path, data: Data) -> Path:
     return root / "datasets" / data.id / (data.config or "")
 
 
-def perturbed(model: nn.Module, seed: int, noise: float = 0.1) -> nn.Module:
+def perturbed(model: nn.Module, seed: int, noise: float = 0.3) -> nn.Module:
     """A copy with every float parameter moved by about `noise` of its scale."""
     expert = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
