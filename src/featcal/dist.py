@@ -6,22 +6,34 @@ made contiguous before a collective: gloo delivers a transposed view wrongly, in
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from .errors import RunError
+from .errors import InputError, RunError
 from .moments import GroupSums, NormMoments, TaskMoments
 from .update import NormPart
 
-TIMEOUT = timedelta(minutes=30)
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+TIMEOUT = timedelta(hours=3)
+"""The longest that one process may wait for another within a block. A process that dies is noticed at once."""
+GRACE = 5.0
+"""Seconds that the processes without a message stay, because torchrun ends all when the first one ends."""
+
+
+class Elsewhere(RunError):
+    """Another process of the job says what is wrong; this one ends without a word."""
 
 
 class Comm:
@@ -64,6 +76,33 @@ class Comm:
         """Every process's small picklable value, in the order of ranks."""
         return [value]
 
+    def together(self, step: Callable[[], T]) -> T:
+        """Run a step that every process takes (without collectives in it); when it fails on one, all fail.
+
+        Raises:
+            InputError, RunError: as the step did, on the first process where it did.
+            Elsewhere: on the others.
+        """
+        return step()
+
+
+def _guarded(method: F) -> F:
+    """Say what it means when a collective breaks: gloo raises a bare RuntimeError, NCCL a kind of it."""
+
+    @functools.wraps(method)
+    def call(self: Ranks, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RunError(
+                f"rank {self.rank} lost another process of the job, which has ended or cannot be reached "
+                f"({str(error).splitlines()[0][:120]}); the same command goes on from the last finished block"
+            ) from error
+
+    return call  # type: ignore[return-value]
+
 
 class Ranks(Comm):
     """A job of several processes under torchrun (gloo on CPUs, NCCL on GPUs)."""
@@ -74,6 +113,7 @@ class Ranks(Comm):
         self._ranks: dict[str, list[int]] = {}
         self._groups: dict[str, Any] = {}
 
+    @_guarded
     def assign(self, samples: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
         self._tasks, self._ranks = list(samples), shares({t: sum(s) for t, s in samples.items()}, self.world)
         mine: dict[str, list[int]] = {}
@@ -86,6 +126,7 @@ class Ranks(Comm):
     def leads(self, task: str) -> bool:
         return self._ranks[task][0] == self.rank
 
+    @_guarded
     def merge_task(self, task: str, moments: TaskMoments | NormMoments) -> None:
         if len(self._ranks[task]) == 1:
             return
@@ -98,6 +139,7 @@ class Ranks(Comm):
     def owner(self, index: int) -> int:
         return index % self.world
 
+    @_guarded
     def reduce(self, sums: GroupSums, owner: int) -> None:
         for tensor in sums.tensors():
             torch_dist.reduce(tensor, owner)
@@ -117,6 +159,7 @@ class Ranks(Comm):
             merged |= theirs
         return [_moved(merged[task], device or "cpu") for task in self._tasks if task in merged]
 
+    @_guarded
     def share(self, tensors: dict[str, Tensor], device: torch.device, owner: int = 0) -> dict[str, Tensor]:
         shapes = self.share_object({name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}, owner)
         shared: dict[str, Tensor] = {}
@@ -127,15 +170,37 @@ class Ranks(Comm):
             shared[name] = tensor
         return shared
 
+    @_guarded
     def share_object(self, value: Any, owner: int = 0) -> Any:
         box = [value]
         torch_dist.broadcast_object_list(box, owner)
         return box[0]
 
+    @_guarded
     def gather_objects(self, value: Any) -> list[Any]:
         box: list[Any] = [None] * self.world
         torch_dist.all_gather_object(box, value)
         return box
+
+    def together(self, step: Callable[[], T]) -> T:
+        problem: InputError | RunError | None = None
+        made: list[T] = []
+        try:
+            made.append(step())
+        except (InputError, RunError) as error:
+            problem = error
+        problems = self.gather_objects(None if problem is None else (type(problem), str(problem), socket.gethostname()))
+        failed = [rank for rank, theirs in enumerate(problems) if theirs]
+        if not failed:
+            return made[0]
+        if failed[0] != self.rank:
+            time.sleep(GRACE)
+            raise Elsewhere(f"rank {failed[0]} reports: {problems[failed[0]][1]}")
+        assert problem is not None
+        if self.rank == 0:
+            raise problem
+        kind, text, host = problems[self.rank]
+        raise kind("\n".join(f"rank {self.rank} on {host}: {line}" for line in text.splitlines())) from problem
 
 
 def shares(cost: Mapping[str, float], world: int) -> dict[str, list[int]]:
@@ -168,18 +233,17 @@ def under_torchrun() -> bool:
 
 
 @contextmanager
-def process_group(device: torch.device) -> Iterator[Comm]:
+def process_group() -> Iterator[Comm]:
     """The comm of this job: `Ranks` under torchrun, else one process. Each rank's GPU is that of its LOCAL_RANK."""
     if not under_torchrun():
         yield Comm()
         return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     torch_dist.init_process_group(backend, timeout=TIMEOUT)
     try:
         yield Ranks()
-    except torch_dist.DistBackendError as error:
-        raise RunError(f"rank {torch_dist.get_rank()} lost the other processes: {error}") from error
     finally:
         torch_dist.destroy_process_group()

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from .errors import InputError
+from .headers import read_header
 from .update import Record
-from .writer import write_safetensors
+from .writer import atomic_write, disk_errors, write_safetensors
 
 NAME = "journal.jsonl"
 
@@ -26,7 +28,7 @@ NAME = "journal.jsonl"
 class Journal:
     """The journal of one run. Only one process (rank 0) opens it."""
 
-    def __init__(self, folder: Path, fingerprint: Mapping[str, Any], *, fresh: bool = False):
+    def __init__(self, folder: Path, fingerprint: Mapping[str, Any]):
         """Go on with the journal in `folder`, or start one.
 
         Raises:
@@ -35,42 +37,43 @@ class Journal:
         self.folder, self.path = folder, folder / NAME
         self._blocks: dict[str, dict[str, Any]] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        lines = [] if fresh else self._read()
+        lines = self._read()
         if not lines:
-            self.path.write_text("")
-            self._append({"fingerprint": dict(fingerprint)})
+            self._rewrite([{"fingerprint": dict(fingerprint)}])
             return
-        self._compare(lines[0].get("fingerprint", {}), json.loads(json.dumps(dict(fingerprint))))
-        self._blocks = {line["block"]: line for line in lines[1:] if (folder / line["file"]).exists()}
-        self._rewrite(lines)
+        was, now = lines[0].get("fingerprint", {}), json.loads(json.dumps(dict(fingerprint)))
+        field = difference(was, now)
+        if field:
+            raise InputError(
+                f"{self.folder.parent} holds an unfinished run with another {field} ({_short(was.get(field))}, "
+                f"now {_short(now.get(field))}); add --fresh to start over"
+            )
+        whole = list(takewhile(lambda line: (folder / line["file"]).exists(), lines[1:]))
+        self._blocks = {line["block"]: line for line in whole}
+        self._rewrite([lines[0], *whole])
 
     def _read(self) -> list[dict[str, Any]]:
         """Complete lines; a last line that was cut off by a crash is dropped."""
         if not self.path.exists():
             return []
         lines = []
-        for text in self.path.read_text().splitlines():
+        for text in self.path.read_text().splitlines(keepends=True):
             try:
-                lines.append(json.loads(text))
+                line = json.loads(text)
             except json.JSONDecodeError:
                 break
+            if not text.endswith("\n"):
+                break
+            lines.append(line)
         return lines
 
     def _rewrite(self, lines: list[dict[str, Any]]) -> None:
-        """Without the cut-off line, so that the next one starts on a line of its own."""
-        if len(lines) != self.path.read_text().count("\n") or not self.path.read_text().endswith("\n"):
-            self.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    def _compare(self, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        for field in [*was, *(name for name in now if name not in was)]:
-            if was.get(field) != now.get(field):
-                raise InputError(
-                    f"{self.folder} holds an unfinished run with another {field} "
-                    f"({_short(was.get(field))}, now {_short(now.get(field))}); add --fresh to start over"
-                )
+        """These lines and no others, so that the next one starts on a line of its own."""
+        with atomic_write(self.path) as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        with self.path.open("a") as file:
+        with disk_errors(self.path), self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -90,7 +93,12 @@ class Journal:
         """The new parameters of a finished block by full name."""
         return load_file(self.folder / self._blocks[block]["file"])
 
+    def names(self, block: str) -> list[str]:
+        """The full names of those parameters."""
+        return list(read_header(self.file(block)).entries)
+
     def file(self, block: str) -> Path:
+        """The safetensors file that holds them."""
         return self.folder / str(self._blocks[block]["file"])
 
     def records(self) -> list[Record]:
@@ -100,6 +108,12 @@ class Journal:
     def seconds(self) -> float:
         """Time spent on the finished blocks, over all runs."""
         return sum(float(line["seconds"]) for line in self._blocks.values())
+
+
+def difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first field of two fingerprints that differs."""
+    fields = [*was, *(name for name in now if name not in was)]
+    return next((field for field in fields if was.get(field) != now.get(field)), None)
 
 
 def _short(value: Any, most: int = 40) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import fcntl
+import glob
+import hashlib
 import json
 import logging
 import os
 import platform
 import resource
+import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,7 +29,7 @@ from .calibrate import Job
 from .calibrate import calibrate as run_job
 from .dist import Comm, process_group
 from .errors import InputError
-from .journal import Journal
+from .journal import Journal, difference
 from .log import progress_bar
 from .plan import Model, Plan, prepare
 from .recipe import Recipe, load_recipe, recipe_to_yaml
@@ -35,9 +38,12 @@ from .student import Student
 from .targets import BlockInfo
 from .update import Record
 from .version import __version__
-from .writer import OutputFolder, assemble, atomic_write
+from .writer import OutputFolder, assemble, atomic_write, disk_errors
 
 logger = logging.getLogger("featcal")
+RESOLVED = "featcal.yaml"
+"""The resolved recipe in the output folder."""
+REPORT = "report.json"
 
 
 @dataclass
@@ -78,25 +84,42 @@ def run(
         RunError: no space, or another process died. The same call goes on where it stopped.
     """
     clock = time.perf_counter()
-    chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
-    plan = prepare(chosen, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
-    plan.check()
-    with process_group(plan.device) as comm, ExitStack() as stack:
-        place = _open_output(plan, output, overwrite, fresh, comm, stack)
+    with process_group() as comm, ExitStack() as stack:
+
+        def ready_plan() -> Plan:
+            chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+            plan = prepare(chosen, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+            plan.check()
+            return plan
+
+        plan = comm.together(ready_plan)
+        assert plan.cost is not None
+        marks = fingerprint(plan)
+        everyone = comm.gather_objects(marks)
+        comm.together(lambda: _check_same(everyone))
+        spill = _spill(plan, output, comm.rank, max_memory)
+        need = plan.cost.disk_bytes + (plan.cost.activation_bytes if spill else 0)
+
+        def desk_of_rank_0() -> _Desk | None:
+            return None if comm.rank else _open_desk(plan, output, overwrite, fresh, need, marks, stack)
+
+        desk = comm.together(desk_of_rank_0)
+        if comm.share_object(desk is not None and desk.journal is None):
+            return _finished(output) if desk else Outcome(Path(output), [])
         planned = time.perf_counter()
-        journal = Journal(place.work, fingerprint(plan)) if place else None
-        job = build_job(plan, comm, stack, journal, _spill(plan, place, max_memory), progress)
-        run_job(job)
+        with _scratch(spill, comm):
+            run_job(build_job(plan, comm, stack, desk.journal if desk else None, spill, progress))
+        peak = max(comm.gather_objects(peak_memory()))
         calibrated = time.perf_counter()
-        if place is None or journal is None:
+        if desk is None or desk.journal is None:
             return Outcome(Path(output), [])
-        records = journal.records() + kept_records(plan)
+        records = desk.journal.records() + kept_records(plan)
         seconds = {"plan": planned - clock, "calibrate": calibrated - planned}
-        _write(plan, place, journal)
+        _write(plan, desk.place, desk.journal)
         seconds |= {"write": time.perf_counter() - calibrated, "total": time.perf_counter() - clock}
-        outcome = Outcome(place.final, records, seconds, peak_memory())
-        _write_report(plan, place, outcome)
-        place.publish()
+        outcome = Outcome(desk.place.final, records, seconds, peak)
+        _write_report(plan, desk.place, outcome, marks)
+        desk.place.publish()
     return outcome
 
 
@@ -151,7 +174,30 @@ def fingerprint(plan: Plan) -> dict[str, Any]:
     fields |= {f"calibration.{k}": v for k, v in plan.recipe.calibration.model_dump(mode="json").items()}
     models = {"merged": plan.merged, "base": plan.base, **{f"expert '{t}'": m for t, m in plan.experts.items()}}
     fields |= {f"model {label}": model.checkpoint.fingerprint() for label, model in models.items()}
-    return fields | {f"data of '{task}'": data.samples.fingerprint for task, data in plan.tasks.items()}
+    fields |= {f"config of {label}": _digest(model.checkpoint.config) for label, model in models.items()}
+    fields |= {f"data of '{task}'": data.samples.fingerprint for task, data in plan.tasks.items()}
+    return fields | {f"batches of '{task}'": _digest(data.batches) for task, data in plan.tasks.items()}
+
+
+def _digest(value: Any) -> str:
+    """SHA-256 of nested values; of tensors, all bytes."""
+    digest = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if isinstance(part, Mapping):
+            add(sorted(part.items()))
+        elif isinstance(part, (list, tuple)):
+            digest.update(f"[{len(part)}".encode())
+            for item in part:
+                add(item)
+        elif isinstance(part, Tensor):
+            digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            digest.update(part.contiguous().numpy().data)
+        else:
+            digest.update(repr(part).encode())
+
+    add(value)
+    return digest.hexdigest()
 
 
 def kept_records(plan: Plan) -> list[Record]:
@@ -163,78 +209,141 @@ def kept_records(plan: Plan) -> list[Record]:
     return records + [Record("", name, "other", "kept", "outside the blocks") for name in owners]
 
 
-def _open_output(
-    plan: Plan, output: str | Path, overwrite: bool, fresh: bool, comm: Comm, stack: ExitStack
-) -> OutputFolder | None:
-    """The output folder in the making, on rank 0; a refusal there is raised on every rank."""
-    assert plan.merged is not None and plan.base is not None and plan.cost is not None
+@dataclass
+class _Desk:
+    """Where rank 0 works: the output folder in the making and the journal; none when there is nothing left to do."""
+
+    place: OutputFolder
+    journal: Journal | None
+
+
+def _check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """All processes must see the same recipe, models and data; on several machines they need not."""
+    for rank, theirs in enumerate(everyone):
+        field = difference(everyone[0], theirs)
+        if field:
+            raise InputError(
+                f"rank {rank} sees another {field} than rank 0; give all machines the same files, versions"
+            )
+
+
+def _open_desk(
+    plan: Plan,
+    output: str | Path,
+    overwrite: bool,
+    fresh: bool,
+    need: int,
+    marks: Mapping[str, Any],
+    stack: ExitStack,
+) -> _Desk:
+    """The output folder in the making, held by this run alone until `stack` closes, and the journal in it."""
+    assert plan.merged is not None and plan.base is not None
     models = [plan.merged, plan.base, *plan.experts.values()]
-    place, problem = None, None
-    if comm.rank == 0:
-        try:
-            sources = [Path(spec.data.source) for spec in plan.recipe.tasks.values()]
-            inputs = [model.checkpoint.folder for model in models] + [path for path in sources if path.exists()]
-            place = OutputFolder(output, inputs, overwrite)
-            if fresh:
-                place.start_over()
-            place.prepare(plan.cost.disk_bytes)
-            stack.enter_context(_locked(place.part / "lock"))
-        except InputError as error:
-            problem = str(error)
-    problem = comm.share_object(problem)
-    if problem:
-        raise InputError(problem)
-    return place
+    sources = [Path(spec.data.source) for spec in plan.recipe.tasks.values()]
+    inputs = [model.checkpoint.folder for model in models] + [path for path in sources if path.exists()]
+    place = OutputFolder(output, inputs, overwrite=True)
+    if not place.part.exists():
+        OutputFolder(output, inputs, overwrite)  # refuses before anything is made
+    stack.enter_context(_locked(place.part))
+    if not fresh and _is_published(place, marks):
+        shutil.rmtree(place.part)
+        return _Desk(place, None)
+    place = OutputFolder(output, inputs, overwrite)
+    if fresh:
+        shutil.rmtree(place.work, ignore_errors=True)
+        shutil.rmtree(place.out, ignore_errors=True)
+    place.prepare(max(need - _size(place.part), 0))
+    return _Desk(place, Journal(place.work, marks))
+
+
+def _is_published(place: OutputFolder, marks: Mapping[str, Any]) -> bool:
+    """Whether this very run was stopped after OUT had appeared and before its hidden folder was gone."""
+    if place.out.exists() or not (place.final / REPORT).exists():
+        return False
+    written = json.loads((place.final / REPORT).read_text()).get("fingerprint", {})
+    return difference(written, json.loads(json.dumps(marks))) is None
+
+
+def _finished(output: str | Path) -> Outcome:
+    """The outcome of a run that had published its output."""
+    report = json.loads((Path(output) / REPORT).read_text())
+    records = [Record(**record) for record in report["modules"]]
+    return Outcome(Path(output), records, report["seconds"], report["peak_memory_bytes"])
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Only one run at a time works on an output; the lock goes with the process, however it ends."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"another run is working on {path.parent}; wait for it, or name another output") from None
-        yield
+    path = folder / "lock"
+    while True:
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = path.open("w")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(f"another run is working on {folder}; wait for it, or name another output") from None
+            if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                continue  # the run that held it has just ended and taken its folder away
+            yield
+            return
 
 
-def _spill(plan: Plan, place: OutputFolder | None, max_memory: int | None) -> Path | None:
-    """Where activations go when they outgrow the budget; None: they stay in memory."""
+def _spill(plan: Plan, output: str | Path, rank: int, max_memory: int | None) -> Path | None:
+    """Where this process keeps activations that outgrow the budget, beside OUT; None: they stay in memory."""
     assert plan.cost is not None
     if max_memory is None or plan.cost.activation_bytes <= max_memory:
         return None
-    folder = place.work / "activations" if place else Path(os.environ.get("TMPDIR", "/tmp")) / f"featcal-{os.getpid()}"
-    logger.info(
-        "activations need %.1f GB, more than --max-memory: they are kept in %s",
-        plan.cost.activation_bytes / 1e9,
-        folder,
-    )
-    return folder
+    final = Path(output).expanduser().resolve()
+    needed = plan.cost.activation_bytes / 1e9
+    logger.info("activations need %.1f GB, more than --max-memory: they are kept on disk, beside the output", needed)
+    return final.with_name(f".{final.name}.featcal-activations-{rank}")
+
+
+@contextmanager
+def _scratch(folder: Path | None, comm: Comm) -> Iterator[None]:
+    """The folder for this process's activations, gone afterwards; first those that a killed run has left are removed."""
+    if folder is None:
+        yield
+        return
+    pattern = glob.escape(folder.name.rpartition("-")[0]) + "-*"
+    for old in [folder, *(folder.parent.glob(pattern) if comm.rank == 0 else ())]:
+        shutil.rmtree(old, ignore_errors=True)
+    comm.gather_objects(None)  # nobody writes before all have cleared
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _write(plan: Plan, place: OutputFolder, journal: Journal) -> None:
     """The drop-in folder: merged shards with the new tensors, every other file as it was, the resolved recipe."""
     assert plan.merged is not None
     keymap = plan.merged.keymap
-    changed: dict[str, Any] = {}
+    changed: dict[str, tuple[Path, str]] = {}
     for info in plan.blocks:
-        for name, tensor in journal.tensors(info.name).items():
+        for name in journal.names(info.name):
             key = keymap.key(name)
             assert key is not None, f"{name} has no tensor of its own on disk"
-            changed[key] = tensor if plan.merged.checkpoint.shape(key) != tuple(tensor.shape) else (
-                journal.file(info.name), name
-            )  # fmt: skip
+            changed[key] = (journal.file(info.name), name)
     place.copy_side_files(plan.merged.checkpoint.folder)
     assemble(plan.merged.checkpoint, changed, place.out)
-    with atomic_write(place.out / "featcal.yaml") as file:
+    with atomic_write(place.out / RESOLVED) as file:
         file.write(recipe_to_yaml(plan.recipe).encode())
 
 
-def _write_report(plan: Plan, place: OutputFolder, outcome: Outcome) -> None:
+def _write_report(plan: Plan, place: OutputFolder, outcome: Outcome, marks: Mapping[str, Any]) -> None:
     report = {
         "version": __version__,
         "recipe": plan.recipe.model_dump(mode="json", exclude_none=True),
         "environment": environment(plan.device),
+        "fingerprint": marks,
         "seconds": outcome.seconds,
         "peak_memory_bytes": outcome.peak_memory_bytes,
         "tasks": [
@@ -253,7 +362,7 @@ def _write_report(plan: Plan, place: OutputFolder, outcome: Outcome) -> None:
             if r.status == "kept"
         ],
     }
-    with atomic_write(place.out / "report.json") as file:
+    with atomic_write(place.out / REPORT) as file:
         file.write(json.dumps(report, indent=1).encode())
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .blocks import State, stack_of
-from .errors import InputError
+from .errors import InputError, RunError
 from .network import Network
 
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
@@ -17,19 +18,26 @@ MODEL_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, Attri
 
 
 class DiskStates(MutableSequence[State]):
-    """States kept in files, one per batch, for activations that outgrow the memory budget."""
+    """States kept in files, one per batch, for activations that outgrow the memory budget.
+
+    Raises:
+        RunError: the disk is full or refuses.
+    """
 
     def __init__(self, folder: Path, count: int):
         self._files = [folder / f"{i:06d}.pt" for i in range(count)]
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in self._files:
-            torch.save({}, file)
+        with _disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        for index in range(count):
+            self[index] = {}
 
     def __getitem__(self, index: Any) -> Any:
-        return torch.load(self._files[index], weights_only=True)
+        with _disk_errors(self._files[index]):
+            return torch.load(self._files[index], weights_only=True)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        torch.save(value, self._files[index])
+        with _disk_errors(self._files[index]):
+            torch.save(value, self._files[index])
 
     def __delitem__(self, index: Any) -> None:
         raise TypeError("states are replaced, not removed")
@@ -39,6 +47,17 @@ class DiskStates(MutableSequence[State]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError of its archive format
+        raise RunError(
+            f"activations cannot be kept in {path} ({str(error).splitlines()[0]}): free some space there, or leave out "
+            "--max-memory; the same command goes on from the last finished block"
+        ) from error
 
 
 class Stream:

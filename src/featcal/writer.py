@@ -45,7 +45,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         RunError: the disk is full or refuses, in one sentence.
     """
     temporary = path.with_name(f".{path.name}{_TEMPORARY}")
-    with _disk_errors(path):
+    with disk_errors(path):
         try:
             # Opened, not mkstemp'ed: the system then applies the umask to 0666.
             with temporary.open("wb") as file:
@@ -200,7 +200,7 @@ class OutputFolder:
         problem = space_problem(self.final, need)
         if problem:
             raise RunError(problem)
-        with _disk_errors(self.part):
+        with disk_errors(self.part):
             self.work.mkdir(parents=True, exist_ok=True)
             self.out.mkdir(exist_ok=True)
             for leftover in self.part.rglob(f".*{_TEMPORARY}"):
@@ -239,14 +239,14 @@ class OutputFolder:
         if not inside(source, path):
             raise InputError(f"{path} links to a file outside its folder: replace the link by the file itself")
         target = self.out / relative
-        with _disk_errors(target):
+        with disk_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
         with path.open("rb") as original, atomic_write(target) as copy:
             shutil.copyfileobj(original, copy, _BUFFER)
 
     def publish(self) -> Path:
         """Make `out` the final folder by rename, then drop the hidden one. Returns the final path."""
-        with _disk_errors(self.final):
+        with disk_errors(self.final):
             for folder, _, _ in os.walk(self.out):
                 _sync_folder(Path(folder))
             if self.final.exists():
@@ -280,7 +280,7 @@ def _is_weights(relative: Path) -> bool:
 
 
 @contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> Iterator[None]:
     """Turn the system's refusal to write into one sentence; finished work stays for the next run."""
     try:
         yield
