@@ -11,6 +11,7 @@ import torch
 import typer
 from rich.console import Console
 
+from .dist import Elsewhere
 from .errors import InputError, RunError
 from .log import set_up_logging
 
@@ -115,7 +116,8 @@ def main() -> None:
         if debug:
             raise
         status, text = explain(error)
-        print(text, file=sys.stderr)
+        if text:
+            print(text, file=sys.stderr)
         sys.exit(status)
 
 
@@ -123,6 +125,8 @@ def explain(error: BaseException) -> tuple[int, str]:
     """Exit status and wording of a failure."""
     if isinstance(error, InputError):
         return 2, "\n".join(f"error: {line}" for line in str(error).splitlines())
+    if isinstance(error, Elsewhere):
+        return 1, ""
     if isinstance(error, RunError):
         return 1, f"failed: {error}"
     if isinstance(error, KeyboardInterrupt):

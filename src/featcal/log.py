@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -22,13 +23,32 @@ T = TypeVar("T")
 console = Console(stderr=True)
 
 
+class _Once(logging.Filter):
+    """Says each thing once: several tasks or models often give rise to the same words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        new = message not in self._said
+        self._said.add(message)
+        return new
+
+
 def set_up_logging(verbosity: int = 0) -> None:
-    """Messages of the `featcal` logger to stderr: warnings (-1), progress notes (0), details (1 and above)."""
+    """Messages of the `featcal` logger to stderr: warnings (-1), progress notes (0), details (1 and above).
+
+    Of several processes only the first one talks; the others would say the same.
+    """
     level = logging.WARNING if verbosity < 0 else logging.INFO if verbosity == 0 else logging.DEBUG
     logger = logging.getLogger("featcal")
-    logger.setLevel(level)
+    logger.setLevel(level if int(os.environ.get("RANK", "0")) == 0 else logging.ERROR)
     if not logger.handlers:
-        logger.addHandler(RichHandler(console=console, show_path=False, show_time=False, markup=False))
+        handler = RichHandler(console=console, show_path=False, show_time=False, markup=False)
+        handler.addFilter(_Once())
+        logger.addHandler(handler)
 
 
 def progress_bar(label: str, enabled: bool = True) -> Callable[[Sequence[T]], Iterable[T]]:
