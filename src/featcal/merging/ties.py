@@ -52,8 +52,8 @@ class ReadyTies:
     def merge_delta(self, deltas: Deltas) -> Tensor:
         kept = trim(deltas.tau, self.thresholds)
         elected = kept.sum(0).sign()
-        elected[elected == 0] = self.majority
-        kept *= torch.where(elected > 0, kept > 0, kept < 0)
+        elected[elected == 0] = 1.0 if self.majority > 0 else -1.0
+        kept *= kept * elected > 0
         return _aggregate(kept, elected, self.aggregate).mul_(self.scale)
 
 
@@ -90,8 +90,9 @@ def global_thresholds(stream: Stream, density: float) -> list[float]:
     """
     prefix = torch.zeros(stream.tasks, dtype=torch.int64)
     rank: Tensor | None = None
-    for shift in range(8 * stream.dtype.itemsize - 16, -1, -16):
-        counts = _digit_counts(stream, prefix, shift)
+    top = 8 * stream.dtype.itemsize - 16
+    for shift in range(top, -1, -16):
+        counts = _digit_counts(stream, shift, None if shift == top else prefix.tolist())
         below = counts.cumsum(1)
         if rank is None:
             entries = int(below[0, -1])
@@ -105,13 +106,13 @@ def global_thresholds(stream: Stream, density: float) -> list[float]:
 _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
-def _digit_counts(stream: Stream, prefix: Tensor, shift: int) -> Tensor:
+def _digit_counts(stream: Stream, shift: int, prefix: list[int] | None) -> Tensor:
     """(N, 65536): counts of the 16-bit digits at `shift` of each expert's |τ| that begin with its prefix."""
     counts = torch.zeros(stream.tasks, 1 << 16, dtype=torch.int64)
     for deltas in stream:
         patterns = deltas.tau.abs().reshape(stream.tasks, -1).view(_INTEGER[stream.dtype])
         for i, pattern in enumerate(patterns):
-            digits = pattern.to(torch.int64) >> shift
-            digits = digits[(digits >> 16) == prefix[i]] & 0xFFFF
-            counts[i] += torch.bincount(digits, minlength=1 << 16).cpu()
+            if prefix is not None:
+                pattern = pattern[(pattern >> (shift + 16)) == prefix[i]]
+            counts[i] += torch.bincount((pattern >> shift) & 0xFFFF, minlength=1 << 16).cpu()
     return counts
