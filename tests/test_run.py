@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, CLIPVisionModel, LlamaModel
 
-import featcal
 import folders
 import pico
+from featcal.api import Result, calibrate
 from featcal.errors import InputError
 from featcal.plan import Plan, prepare
 from featcal.recipe import load_recipe
@@ -27,7 +27,7 @@ def tokenizer_of(folder: Path, family: str) -> str | None:
     return str(folder / folders.OWN_TOKENIZER[family]) if family in folders.OWN_TOKENIZER else None
 
 
-def in_memory(recipe: Path, tokenizer: str | None = None) -> tuple[dict[str, Tensor], featcal.Result]:
+def in_memory(recipe: Path, tokenizer: str | None = None) -> tuple[dict[str, Tensor], Result]:
     """Calibrated parameters by their key on disk, from whole models in memory on the plan's own batches."""
     plan = prepare(load_recipe(recipe), tokenizer=tokenizer)
     plan.check()
@@ -39,7 +39,7 @@ def in_memory(recipe: Path, tokenizer: str | None = None) -> tuple[dict[str, Ten
             parameter.data = parameter.data.to(model.keymap.dtype(name))  # some classes load parts of bf16 as float32
         return loaded
 
-    result = featcal.calibrate(
+    result = calibrate(
         load(plan.merged),
         base=load(plan.base),
         experts={task: load(model) for task, model in plan.experts.items()},

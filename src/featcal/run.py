@@ -97,8 +97,8 @@ def run(
         marks = fingerprint(plan)
         everyone = comm.gather_objects(marks)
         comm.together(lambda: _check_same(everyone))
-        spill = _spill(plan, output, comm.rank, max_memory)
-        need = plan.cost.disk_bytes + (plan.cost.activation_bytes if spill else 0)
+        spills = _spills(plan, max_memory)
+        need = plan.cost.disk_bytes + (plan.cost.activation_bytes if spills else 0)
 
         def desk_of_rank_0() -> _Desk | None:
             return None if comm.rank else _open_desk(plan, output, overwrite, fresh, need, marks, stack)
@@ -107,7 +107,7 @@ def run(
         if comm.share_object(desk is not None and desk.journal is None):
             return _finished(output) if desk else Outcome(Path(output), [])
         planned = time.perf_counter()
-        with _scratch(spill, comm):
+        with _scratch(output, spills, comm) as spill:
             run_job(build_job(plan, comm, stack, desk.journal if desk else None, spill, progress))
         peak = max(comm.gather_objects(peak_memory()))
         calibrated = time.perf_counter()
@@ -290,29 +290,27 @@ def _locked(folder: Path) -> Iterator[None]:
             return
 
 
-def _spill(plan: Plan, output: str | Path, rank: int, max_memory: int | None) -> Path | None:
-    """Where this process keeps activations that outgrow the budget, beside OUT; None: they stay in memory."""
+def _spills(plan: Plan, max_memory: int | None) -> bool:
+    """Whether activations outgrow the budget, so that they are kept on disk."""
     assert plan.cost is not None
-    if max_memory is None or plan.cost.activation_bytes <= max_memory:
-        return None
-    final = Path(output).expanduser().resolve()
-    needed = plan.cost.activation_bytes / 1e9
-    logger.info("activations need %.1f GB, more than --max-memory: they are kept on disk, beside the output", needed)
-    return final.with_name(f".{final.name}.featcal-activations-{rank}")
+    needed = plan.cost.activation_bytes
+    if max_memory is None or needed <= max_memory:
+        return False
+    logger.info("activations need %.1f GB, more than --max-memory: they are kept beside the output", needed / 1e9)
+    return True
 
 
 @contextmanager
-def _scratch(folder: Path | None, comm: Comm) -> Iterator[None]:
-    """The folder for this process's activations, gone afterwards; first those that a killed run has left are removed."""
-    if folder is None:
-        yield
-        return
-    pattern = glob.escape(folder.name.rpartition("-")[0]) + "-*"
-    for old in [folder, *(folder.parent.glob(pattern) if comm.rank == 0 else ())]:
+def _scratch(output: str | Path, wanted: bool, comm: Comm) -> Iterator[Path | None]:
+    """A folder beside OUT for this process's activations, gone afterwards, like those that killed runs have left."""
+    final = Path(output).expanduser().resolve()
+    stem = f".{final.name}.featcal-activations-"
+    folder = final.with_name(f"{stem}{comm.rank}")
+    for old in [folder, *(final.parent.glob(f"{glob.escape(stem)}*") if comm.rank == 0 else ())]:
         shutil.rmtree(old, ignore_errors=True)
     comm.gather_objects(None)  # nobody writes before all have cleared
     try:
-        yield
+        yield folder if wanted else None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
