@@ -539,10 +539,10 @@ def test_scale_that_only_multiplies_by_one_plus_w_needs_no_special_case() -> Non
 def streamed(case: Case, form: str, batches: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, float]:
     """W*, b* and the objective at W*, from batch by batch sums in the way the engine forms them."""
     W_anc = oracle.anchor(case.W_merged, case.W_base, RHO)
-    sums = moments.GroupSums.zeros(W_anc.shape[1], {"m": len(W_anc)}, torch.device("cpu"))
+    sums = moments.GroupSums.zeros(W_anc.shape[1], {"m": len(W_anc)}, moments.Pool(torch.device("cpu")))
     for i, f in enumerate(case.features):
         module = moments.Module(case.W_experts[i].to(dtype), W_anc.to(dtype), case.b_experts[i].to(dtype))
-        task = moments.TaskMoments(W_anc.shape[1], {"m": module}, ALPHA, form, torch.device("cpu"))
+        task = moments.TaskMoments(W_anc.shape[1], {"m": module}, ALPHA, form, moments.Pool(torch.device("cpu")))
         parts = [x.chunk(batches) for x in (f.calibrated, f.expert, f.weights)]
         for cali, exp, weights in zip(*parts, strict=True):
             outputs = exp @ case.W_experts[i].T + case.b_experts[i]
@@ -605,9 +605,9 @@ def test_a_task_with_features_that_are_not_finite_is_left_out(form: str, where: 
     f = case.features[1]
     getattr(f, where)[3, 2] = float("nan")
     W_anc = oracle.anchor(case.W_merged, case.W_base, RHO)
-    sums = moments.GroupSums.zeros(6, {"m": 4}, torch.device("cpu"))
+    sums = moments.GroupSums.zeros(6, {"m": 4}, moments.Pool(torch.device("cpu")))
     task = moments.TaskMoments(
-        6, {"m": moments.Module(case.W_experts[1], W_anc, None)}, ALPHA, form, torch.device("cpu")
+        6, {"m": moments.Module(case.W_experts[1], W_anc, None)}, ALPHA, form, moments.Pool(torch.device("cpu"))
     )
     task.add(f.calibrated, f.expert, None, {"m": f.expert @ case.W_experts[1].T})
     task.fold(sums, "bad")

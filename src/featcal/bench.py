@@ -10,6 +10,7 @@ from typing import Any
 from .blocks import batch_size, cut
 from .calibrate import Job, Task
 from .dist import Comm
+from .moments import Pool
 from .network import Network
 from .recipe import slug
 from .settings import Calibration
@@ -53,8 +54,10 @@ class Bench:
             return {task: Stream(self.merged, own[task], task, self._folder(label, task)) for task in own}
 
         everything = {task: range(len(own[task])) for task in own}
+        pool = Pool(self.merged.device)
         students = [
-            Student(one, self.merged, streams(f"student{i}"), everything, self.comm) for i, one in enumerate(settings)
+            Student(one, self.merged, streams(f"student{i}"), everything, self.comm, pool)
+            for i, one in enumerate(settings)
         ]
         if onlooker:
             students.append(Onlooker(settings[0], self.merged, streams("onlooker"), held, self.comm))

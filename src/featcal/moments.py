@@ -8,15 +8,36 @@ Shape suffixes: R rows (tokens), D inputs, M outputs, C channels.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import solve
 
-CHUNK = 4096
-"""Rows gathered before a product is added to the float64 sums; fewer, larger additions."""
+CHUNK = 6 * 2**20
+"""Numbers of a group's inputs that are gathered before their product is added to the float64 sums."""
+
+
+class Pool:
+    """Float64 sums that are used again: fresh memory costs a page fault per 4 KiB, more than clearing old memory."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._free: dict[tuple[int, ...], list[Tensor]] = {}
+
+    def zeros(self, *shape: int) -> Tensor:
+        free = self._free.get(shape)
+        if free:
+            return free.pop().zero_()
+        return torch.zeros(shape, dtype=torch.float64, device=self.device)
+
+    def give_back(self, tensors: Iterable[Tensor]) -> None:
+        """The caller no longer looks at these tensors, which came from `zeros`."""
+        for tensor in tensors:
+            self._free.setdefault(tuple(tensor.shape), []).append(tensor)
 
 
 @dataclass
@@ -75,16 +96,13 @@ class GroupSums:
     """Tasks whose features were not finite."""
 
     @classmethod
-    def zeros(cls, width: int, outputs: dict[str, int], device: torch.device) -> GroupSums:
-        def zero(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64, device=device)
-
+    def zeros(cls, width: int, outputs: dict[str, int], pool: Pool) -> GroupSums:
         return cls(
-            G_DD=zero(width, width),
-            R_MD={name: zero(m, width) for name, m in outputs.items()},
+            G_DD=pool.zeros(width, width),
+            R_MD={name: pool.zeros(m, width) for name, m in outputs.items()},
             floor=dict.fromkeys(outputs, 0.0),
-            desired_M={name: zero(m) for name, m in outputs.items()},
-            mean_D=zero(width),
+            desired_M={name: pool.zeros(m) for name, m in outputs.items()},
+            mean_D=pool.zeros(width),
         )
 
     def objective(self, name: str, change_MD: Tensor, ridge: float) -> float:
@@ -102,11 +120,10 @@ class GroupSums:
 class TaskMoments:
     """Sums of one task for one input group. `add` batches, then `fold` once."""
 
-    def __init__(self, width: int, modules: dict[str, Module], alpha: float, form: str, device: torch.device):
-        def zero(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64, device=device)
-
+    def __init__(self, width: int, modules: dict[str, Module], alpha: float, form: str, pool: Pool):
+        zero = pool.zeros
         self.modules, self.alpha, self.form = modules, alpha, form
+        self._chunk = max(CHUNK // width, 1)
         self.G_DD = zero(width, width)
         self.C_DD = zero(width, width) if form == "inputs" else None
         self.R_MD = {n: zero(*m.anchor_MD.shape) for n, m in modules.items()} if form == "residuals" else {}
@@ -119,7 +136,7 @@ class TaskMoments:
     def add(self, x_cali_RD: Tensor, x_exp_RD: Tensor, weights_R: Tensor | None, outputs_RM: dict[str, Tensor]) -> None:
         """Add rows: both models' inputs, token weights (None: all one), the expert modules' outputs with biases."""
         self._pending.append((x_cali_RD, x_exp_RD, weights_R, outputs_RM))
-        if sum(len(entry[0]) for entry in self._pending) >= CHUNK:
+        if sum(len(entry[0]) for entry in self._pending) >= self._chunk:
             self._flush()
 
     def tensors(self) -> list[Tensor]:
@@ -133,8 +150,8 @@ class TaskMoments:
             return
         cali, exp, weights, outputs = zip(*self._pending, strict=True)
         self._pending = []
-        x_cali, x_exp = torch.cat(cali), torch.cat(exp)
-        root_R = None if weights[0] is None else torch.cat(weights).to(x_cali).sqrt()
+        x_cali, x_exp = _joined(cali), _joined(exp)
+        root_R = None if weights[0] is None else _joined(weights).to(x_cali).sqrt()
         self.rows += len(x_cali)
         self.weight += len(x_cali) if root_R is None else (root_R.double() ** 2).sum()
         if root_R is not None:  # rows times √w: every plain sum below is then the weighted one
@@ -145,7 +162,7 @@ class TaskMoments:
         if self.C_DD is not None:
             self.C_DD += x_exp.T @ x_cali
         for name, module in self.modules.items():
-            y_exp = torch.cat([o[name] for o in outputs])
+            y_exp = _joined([o[name] for o in outputs])
             if module.expert_bias_M is not None:
                 y_exp = y_exp - module.expert_bias_M
             if root_R is not None:
@@ -162,7 +179,7 @@ class TaskMoments:
         """Divide by the total weight, weigh by ω_i = 1/max(‖G_i‖_F, ε), and add to the sums of all tasks."""
         self._flush()
         scale = 1.0 / max(float(self.weight), torch.finfo(torch.float32).eps)
-        G = mirror(self.G_DD).mul_(scale)
+        G = mirror(self.G_DD.mul_(scale))
         norm = float(G.norm())
         if not _finite(norm) or not all(_finite(float(e)) for e in self.energy.values()):
             sums.broken.append(task)
@@ -174,9 +191,10 @@ class TaskMoments:
         mean_cali, mean_exp = self.mean_cali_D * scale, self.mean_exp_D * scale
         sums.mean_D.add_(mean_cali, alpha=omega)
         mean_target = self.alpha * mean_exp + (1 - self.alpha) * mean_cali
-        C = None if self.C_DD is None else self.C_DD.mul_(scale)
+        work = next(iter(self.modules.values())).expert_MD.dtype
+        products = None if self.C_DD is None else (self.C_DD.mul_(scale).to(work), G.to(work))
         for name, module in self.modules.items():
-            R, floor = self._cross_terms(name, module, G, C, scale)
+            R, floor = self._cross_terms(name, module, products, scale)
             sums.R_MD[name].add_(R, alpha=omega)
             sums.floor[name] += omega * floor
             desired = module.expert_MD.double() @ mean_target
@@ -185,15 +203,15 @@ class TaskMoments:
             sums.desired_M[name].add_(desired, alpha=omega)
 
     def _cross_terms(
-        self, name: str, module: Module, G: Tensor, C: Tensor | None, scale: float
+        self, name: str, module: Module, products: tuple[Tensor, Tensor] | None, scale: float
     ) -> tuple[Tensor, float]:
-        """R_i = W_i C_i − W^anc G_i and E‖W_i x_tgt − W^anc x_cali‖² of one module."""
-        if C is None:
+        """R_i = W_i C_i − W^anc G_i and E‖W_i x_tgt − W^anc x_cali‖² of one module; `products`: C and G to multiply."""
+        if products is None:
             return self.R_MD[name].mul_(scale), float(self.energy[name]) * scale
-        work = module.expert_MD.dtype
+        C, G = products
         shift_MD = (1 - self.alpha) * module.expert_MD - module.anchor_MD
-        cross = (module.expert_MD @ C.to(work)).double()
-        own = (shift_MD @ G.to(work)).double()
+        cross = (module.expert_MD @ C).double()
+        own = (shift_MD @ G).double()
         shift = shift_MD.double()
         floor = self.alpha**2 * float(self.energy[name]) * scale
         floor += 2 * self.alpha * float((cross * shift).sum()) + float((own * shift).sum())
@@ -203,10 +221,8 @@ class TaskMoments:
 class NormMoments:
     """E[z] and E[z²] of one task for one norm; z is the merged model's normalised input, shape (R, C)."""
 
-    def __init__(self, channels: int, device: torch.device):
-        self.sum_C = torch.zeros(channels, dtype=torch.float64, device=device)
-        self.square_C = torch.zeros(channels, dtype=torch.float64, device=device)
-        self.weight = torch.zeros((), dtype=torch.float64, device=device)
+    def __init__(self, channels: int, pool: Pool):
+        self.sum_C, self.square_C, self.weight = pool.zeros(channels), pool.zeros(channels), pool.zeros()
         self.rows = 0
 
     def add(self, z_RC: Tensor, weights_R: Tensor | None) -> None:
@@ -224,6 +240,10 @@ class NormMoments:
     def averages(self) -> tuple[Tensor, Tensor]:
         scale = 1.0 / self.weight.clamp_min(torch.finfo(torch.float32).eps)
         return self.sum_C * scale, self.square_C * scale
+
+
+def _joined(parts: Sequence[Any]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _weighted_sum(rows: Tensor, root_R: Tensor | None) -> Tensor:

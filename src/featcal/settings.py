@@ -25,7 +25,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 class Calibration(BaseModel):
     """Everything that decides what a calibration computes. See `docs/theory.md` for the symbols."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     samples: int = Field(256, ge=1, description="samples per task")
     batch_size: int = Field(16, ge=1, description="samples per forward pass")

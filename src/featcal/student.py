@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .dist import Comm
-from .moments import GroupSums, Module, NormMoments, TaskMoments, cheaper_form
+from .moments import GroupSums, Module, NormMoments, Pool, TaskMoments, cheaper_form
 from .network import Network
 from .settings import Calibration
 from .solve import anchor
@@ -53,12 +53,15 @@ class Student:
     walks: Mapping[str, Sequence[int]]
     """By task, indices of the batches on which this student walks through the blocks."""
     comm: Comm = field(default_factory=Comm)
+    pool: Pool | None = None
+    """Sums to use again; students of one job share theirs."""
     overrides: dict[str, Tensor] = field(default_factory=dict)
     """New parameters of the current block, by their name in it, in the dtype in which they are saved."""
 
     def begin(self, name: str, units: Sequence[Unit], block: nn.Module, base: Mapping[str, Tensor]) -> None:
         """Empty sums for some units of a block. `base`: the base's parameters of the block, by name."""
         self._name, self._units, self._block, self._base = name, list(units), block, base
+        self._pool = self.pool = self.pool or Pool(self.network.device)
         self._linears: dict[str, LinearParameters] = {}
         self._sums: dict[str, GroupSums] = {}
         self._parts: dict[str, dict[str, NormPart]] = {u.module: {} for u in units if isinstance(u, Norm)}
@@ -66,7 +69,7 @@ class Student:
             if isinstance(unit, Group):
                 self._linears |= {name: self._parameters(name) for name in unit.modules}
                 outputs = dict(zip(unit.modules, unit.outputs, strict=True))
-                self._sums[unit.modules[0]] = GroupSums.zeros(unit.width, outputs, self.network.device)
+                self._sums[unit.modules[0]] = GroupSums.zeros(unit.width, outputs, self._pool)
 
     def _parameters(self, name: str) -> LinearParameters:
         module, rho = self._block.get_submodule(name), self.settings.rho
@@ -85,10 +88,9 @@ class Student:
     def open_task(self, task: str, expert: nn.Module, samples: int) -> None:
         """Start one task's moments. `expert`: its resident block; `samples`: the task's, over all processes."""
         self._moments: dict[str, TaskMoments | NormMoments] = {}
-        device = self.network.device
         for unit in self._units:
             if isinstance(unit, Norm):
-                self._moments[unit.module] = NormMoments(unit.channels, device)
+                self._moments[unit.module] = NormMoments(unit.channels, self._pool)
                 continue
             modules = {}
             for name in unit.modules:
@@ -96,7 +98,7 @@ class Student:
                 bias = None if module.bias is None else work(tensor_of(module, "bias"))
                 modules[name] = Module(work(weight_view(module)), self._linears[name].anchor_MD, bias)
             form = cheaper_form(unit.width, list(unit.outputs), int(samples * unit.rows_per_sample))
-            self._moments[unit.modules[0]] = TaskMoments(unit.width, modules, self.settings.alpha, form, device)
+            self._moments[unit.modules[0]] = TaskMoments(unit.width, modules, self.settings.alpha, form, self._pool)
 
     def observe(self, task: str, index: int, lesson: Lesson) -> None:
         """Run the block on one batch as it stands and add what its units read to the task's moments."""
@@ -133,8 +135,8 @@ class Student:
             moments = self._moments.pop(key)
             self.comm.merge_task(task, moments)
             if not self.comm.leads(task):
-                continue
-            if isinstance(moments, TaskMoments):
+                pass
+            elif isinstance(moments, TaskMoments):
                 moments.fold(self._sums[key], task)
             else:
                 assert isinstance(unit, Norm)
@@ -142,6 +144,7 @@ class Student:
                 mean, energy = moments.averages()
                 gamma, beta = _affine_of(module, unit)
                 self._parts[key][task] = NormPart(mean, energy, gamma, beta, moments.rows)
+            self._pool.give_back(moments.tensors())
 
     def solve(self) -> list[Record]:
         """New parameters of the units, into `overrides`; one record per module."""
@@ -157,6 +160,8 @@ class Student:
             shared = self.comm.share_object(made, owner)
             assert isinstance(shared, list)
             records += shared
+        for sums in self._sums.values():
+            self._pool.give_back(sums.tensors())
         self._sums, self._parts, self._linears = {}, {}, {}
         return records
 

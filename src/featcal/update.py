@@ -71,6 +71,8 @@ def update_group(
     records = [Record(block, name, "linear", "kept", rows=sums.rows) for name in modules]
     problem = _problem(sums)
     system = None
+    peak = float(sums.G_DD.diagonal().abs().max())
+    scaled = (sums.G_DD / peak).float() if peak > 0 and not problem else None
     if not problem:
         try:
             system = solve.factor(sums.G_DD, settings.ridge)
@@ -80,7 +82,10 @@ def update_group(
         if system is None:
             record.reason = problem
             continue
-        weight = _update_weight(modules[record.module], dtypes[record.module], sums, system, settings.ridge, record)
+        gram = (scaled, peak)
+        weight = _update_weight(
+            modules[record.module], dtypes[record.module], sums, system, gram, settings.ridge, record
+        )
         if weight is None:
             continue
         new[f"{record.module}.weight"] = weight
@@ -106,6 +111,7 @@ def _update_weight(
     dtype: torch.dtype,
     sums: GroupSums,
     system: solve.Factor,
+    gram: tuple[Tensor | None, float],
     ridge: float,
     record: Record,
 ) -> Tensor | None:
@@ -124,7 +130,7 @@ def _update_weight(
 
     def objective(W_MD: Tensor) -> float:
         gap = W_MD.double() - best_MD
-        value = minimum + quadratic(gap, sums.G_DD) + system.ridge * float(gap.square().sum())
+        value = minimum + quadratic(gap, *gram) + system.ridge * float(gap.square().sum())
         shift = W_MD.double() - module.anchor_MD.double()
         return value - extra * float(shift.square().sum() - change_MD.square().sum())
 
@@ -142,14 +148,13 @@ def _update_weight(
     return None
 
 
-def quadratic(gap_MD: Tensor, G_DD: Tensor) -> float:
-    """tr(A G Aᵀ) in float32 products, float64 sum; A is scaled so that neither tiny nor huge entries are lost."""
+def quadratic(gap_MD: Tensor, scaled_DD: Tensor | None, peak: float) -> float:
+    """tr(A G Aᵀ) for G = peak · scaled, in float32 products; A is scaled too, so that no tiny or huge entry is lost."""
     scale = float(gap_MD.abs().max())
-    peak = float(G_DD.diagonal().abs().max())
-    if scale == 0.0 or peak == 0.0:
+    if scale == 0.0 or scaled_DD is None:
         return 0.0
-    gap, G = (gap_MD / scale).float(), (G_DD / peak).float()
-    return float(((gap @ G) * gap).sum(dtype=torch.float64)) * scale * scale * peak
+    gap = (gap_MD / scale).float()
+    return float(((gap @ scaled_DD) * gap).sum(dtype=torch.float64)) * scale * scale * peak
 
 
 def _update_bias(module: LinearParameters, weight: Tensor, sums: GroupSums, ridge: float, name: str) -> Tensor:

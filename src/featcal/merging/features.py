@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ..calibrate import Task
-from ..moments import NormMoments, add_gram, mirror
+from ..moments import NormMoments, Pool, add_gram, mirror
 from ..network import Network
 from ..student import Unit, work
 from ..targets import BlockInfo, Capture, Group, Norm, as_matrix, keep_rows, normalise, select_rows
@@ -212,7 +212,7 @@ def _features(
             x = work(seen.inputs[_key(unit)])
             rows, _ = select_rows(x, keep_rows(batch, unit.mask), None)
             if isinstance(unit, Norm):
-                moments = sums.setdefault(_key(unit), NormMoments(unit.channels, x.device))
+                moments = sums.setdefault(_key(unit), NormMoments(unit.channels, Pool(x.device)))
                 assert isinstance(moments, NormMoments)
                 moments.add(normalise(rows, unit), None)
                 continue
