@@ -105,4 +105,4 @@ def _score(task: HarnessTask, results: Any) -> Score:
     error = found.get(f"{base}_stderr,{filtered}", "N/A")
     spread = 0.0 if isinstance(error, str) else 196.0 * float(error)
     n = int(results["n-samples"][task.task]["effective"])
-    return Score(task.metric, value, n, value - spread, value + spread)
+    return Score(task.metric, value, n, max(0.0, value - spread), min(100.0, value + spread))

@@ -188,3 +188,14 @@ def suite_recipe(suite: Suite, upstream: str = "task_arithmetic") -> Recipe:
     if suite.preset is not None:
         raw["preset"] = suite.preset
     return make_recipe(raw, name=suite.name)
+
+
+def downloads(suite: Suite) -> list[tuple[str, str]]:
+    """What a run would take from the Hub: (kind, id), each once."""
+    needs = [("model", suite.base)]
+    needs += [("model", task.expert) for task in suite.tasks.values() if task.expert is not None]
+    needs += [("model", ref) for ref in suite.references.values()]
+    for task in suite.tasks.values():
+        config = f" ({task.data.config})" if task.data.config else ""
+        needs.append(("data set", f"{task.data.id}{config}: {task.data.train}, {task.data.test}"))
+    return list(dict.fromkeys(needs))

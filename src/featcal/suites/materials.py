@@ -42,7 +42,7 @@ from ..evaluate.readers import Corruption
 from ..hub import locate
 from ..network import pick_device
 from ..recipe import DataSpec
-from .schema import Centroid, Data, Suite, Task, ZeroShot
+from .schema import Centroid, Data, PublishedStudies, Suite, Task, ZeroShot
 
 logger = logging.getLogger("featcal")
 
@@ -295,7 +295,7 @@ def model_class(suite: Suite) -> Any:
 
 
 def pick_tasks(suite: Suite, tasks: list[str] | None) -> Suite:
-    """The suite reduced to some of its tasks (published averages no longer apply then, and are dropped).
+    """The suite reduced to some of its tasks. Published averages and studies no longer apply then, and are dropped.
 
     Raises:
         InputError: a task that the suite does not have.
@@ -314,4 +314,4 @@ def pick_tasks(suite: Suite, tasks: list[str] | None) -> Suite:
         if row.scores and not suite.benchmarks:
             scores = tuple(v for name, v in zip(names, row.scores, strict=True) if name in kept)
             published.append(row.model_copy(update={"scores": scores, "average": None}))
-    return suite.model_copy(update={"tasks": kept, "published": tuple(published)})
+    return suite.model_copy(update={"tasks": kept, "published": tuple(published), "studies": PublishedStudies()})

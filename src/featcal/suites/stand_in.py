@@ -261,7 +261,7 @@ def _save_lora(base: nn.Module, base_ref: str, folder: Path, seed: int) -> None:
         for name, p in adapter.named_parameters():
             if "lora_B" in name:
                 p.copy_(0.02 * torch.randn(p.shape, generator=generator))
-    adapter.save_pretrained(str(folder))
+    adapter.save_pretrained(str(folder), save_embedding_layers=False)
 
 
 _NOUNS = ["cat", "dog", "tree", "mat", "he", "she", "it"]
@@ -340,6 +340,95 @@ def _build_llama(suite: Suite, root: Path) -> None:
             expert.resize_token_embeddings(len(words) + 64, mean_resizing=False)
         _save(expert.bfloat16(), model_folder(root, task.expert))
         _save_pairs(task, data_folder(root, task.data), seed)
+    _save_harness_tasks(suite, root / "lm_eval")
+
+
+_HARNESS_TASK = """\
+task: {task}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: {output}
+doc_to_text: "{{{{question}}}}"
+doc_to_target: {target}
+{more}"""
+
+_HARNESS_CODE = '''\
+"""Scoring functions of the stand-in tasks: an answer counts when it is the right word."""
+
+
+def pass_at_k(references, predictions, k=None):
+    return {"pass@1": float(predictions[0][0].strip() == references[0])}
+
+
+def pass_at_1(references, predictions):
+    return float(predictions[0].strip() == references[0])
+
+
+def build_predictions(responses, docs):
+    return [list(own) for own in responses]
+
+
+def process_results(doc, results):
+    return {"prompt_level_strict_acc": float(results[0].strip() == doc["answer"])}
+'''
+
+_HARNESS_METRICS = {
+    "acc_norm,none": "doc_to_choice: [cat, dog]\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n",
+    "exact_match,none": "metric_list: [{metric: exact_match}]\n",
+    "exact_match,flexible-extract": """\
+metric_list: [{metric: exact_match}]
+filter_list:
+  - name: flexible-extract
+    filter: [{function: regex, regex_pattern: "([a-z]+)"}, {function: take_first}]
+""",
+    "pass@1,create_test": """\
+metric_list:
+  - metric: !function stand_in_code.pass_at_k
+    aggregation: mean
+    higher_is_better: true
+    k: [1]
+filter_list:
+  - name: create_test
+    filter: [{function: custom, filter_fn: !function stand_in_code.build_predictions}]
+""",
+    "pass_at_1,none": """\
+metric_list:
+  - metric: !function stand_in_code.pass_at_1
+    aggregation: mean
+    higher_is_better: true
+""",
+    "prompt_level_strict_acc,none": """\
+process_results: !function stand_in_code.process_results
+metric_list: [{metric: prompt_level_strict_acc, aggregation: mean, higher_is_better: true}]
+""",
+}
+"""What a task of lm-eval needs for a metric to have that name."""
+
+
+def _save_harness_tasks(suite: Suite, folder: Path) -> None:
+    """Local tasks of lm-eval under the real names: sixteen short questions each, the same metrics."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = folder / "rows.jsonl"
+    generator = np.random.default_rng(7)
+    lines = [{"question": _sentence(generator), "answer": ("cat", "dog")[i % 2], "label": i % 2} for i in range(16)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    (folder / "stand_in_code.py").write_text(_HARNESS_CODE, encoding="utf-8")
+    for benchmark in suite.benchmarks.values():
+        choice = benchmark.metric == "acc_norm,none"
+        more = _HARNESS_METRICS[benchmark.metric]
+        if not choice:
+            more = "generation_kwargs: {until: ['?'], max_gen_toks: 2, do_sample: false}\n" + more
+        if benchmark.shots:
+            more = "fewshot_split: test\n" + more
+        text = _HARNESS_TASK.format(
+            task=benchmark.task,
+            rows=rows,
+            output="multiple_choice" if choice else "generate_until",
+            target="label" if choice else "answer",
+            more=more,
+        )
+        (folder / f"{benchmark.task}.yaml").write_text(text, encoding="utf-8")
 
 
 def _save_pairs(task: Task, folder: Path, seed: int) -> None:

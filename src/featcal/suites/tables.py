@@ -50,7 +50,7 @@ class BenchResult:
         """For the terminal."""
         table = Table(title=f"{self.suite.name}: {self.suite.title}")
         for number, name in enumerate(self.header):
-            table.add_column(name, justify="right" if number else "left")
+            table.add_column(name, justify="right" if number else "left", no_wrap=number == 0)
         for cells in self.lines():
             table.add_row(*cells, style="dim" if cells[0].startswith(" ") else None)
         return table
@@ -63,19 +63,17 @@ class BenchResult:
 
     def csv(self) -> str:
         """One line per row and score, with its interval."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["model", "column", "metric", "value", "low", "high", "n", "published"])
+        lines: list[list[object]] = []
         for row in self.rows:
             published = self.suite.published_scores(row.name)
             for column, scores in row.scores.items():
                 for metric, one in scores.items():
                     known = published.get(column, "") if metric == next(iter(scores)) else ""
-                    writer.writerow([row.name, column, metric, one.value, one.low, one.high, one.n, known])
+                    lines.append([row.name, column, metric, one.value, one.low, one.high, one.n, known])
             mean = row.average(self.columns)
             if mean is not None:
-                writer.writerow([row.name, "average", "", mean, "", "", "", published.get("average", "")])
-        return text.getvalue()
+                lines.append([row.name, "average", "", mean, "", "", "", published.get("average", "")])
+        return csv_table(["model", "column", "metric", "value", "low", "high", "n", "published"], lines)
 
     def write(self) -> None:
         """`table.md` and `table.csv` in the output folder."""
@@ -87,6 +85,13 @@ def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str
     """Cells as a Markdown table."""
     rule = ["---"] + ["---:"] * (len(header) - 1)
     return "".join("| " + " | ".join(cell.strip() for cell in line) + " |\n" for line in (header, rule, *lines))
+
+
+def csv_table(header: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    """Cells as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([header, *lines])
+    return text.getvalue()
 
 
 def _number(value: float | None) -> str:

@@ -13,7 +13,7 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,9 @@ class Made:
 class Session:
     """One run over a suite's rows. Models and data are loaded when a missing row needs them."""
 
-    def __init__(self, materials: Materials, store: Store, options: Options, benchmarks: bool):
+    def __init__(self, materials: Materials, store: Store, options: Options):
         self.materials, self.suite, self.store, self.options = materials, materials.suite, store, options
-        self.benchmarks = dict(self.suite.benchmarks) if benchmarks else {}
+        self.benchmarks = self.suite.benchmarks
         self.rows: dict[str, Row] = {}
 
     @property
@@ -268,7 +268,7 @@ def bench(
     references: bool = False,
     stand_in: bool = False,
     mirror: str | Path | None = None,
-    benchmarks: bool = True,
+    benchmarks: Sequence[str] | None = None,
     options: Options | None = None,
 ) -> BenchResult:
     """Run a suite (see the module's docstring) and return its table.
@@ -283,7 +283,7 @@ def bench(
         references: also score the suite's reference checkpoints (jointly trained models).
         stand_in: run on small stand-ins made in `output` instead of the Hub's checkpoints and data.
         mirror: a folder laid out like the Hub to read from instead.
-        benchmarks: run the suite's lm-eval tasks, if it has any.
+        benchmarks: which of the suite's lm-eval tasks to run; by default all of them.
 
     Raises:
         InputError: unknown names, an output folder of another job, checkpoints or data that cannot be had.
@@ -346,7 +346,7 @@ def open_session(
     tasks: Sequence[str] | None = None,
     stand_in: bool = False,
     mirror: str | Path | None = None,
-    benchmarks: bool = True,
+    benchmarks: Sequence[str] | None = None,
     options: Options,
 ) -> Session:
     """Load a suite, build what has to be built, and open the folder of its results."""
@@ -354,24 +354,17 @@ def open_session(
     folder = Path(output)
     if stand_in and mirror is not None:
         raise InputError("give --stand-in or --mirror, not both")
-    if loaded.benchmarks and benchmarks and not is_installed():
-        if not stand_in:
-            raise InputError(
-                f"suite '{loaded.name}' is scored by lm-eval: pip install 'featcal[eval]', or --no-benchmarks"
-            )
-        logger.warning("lm-eval is not installed: the benchmarks are left out")
-        benchmarks = False
+    chosen = pick_benchmarks(pick_tasks(loaded, list(tasks) if tasks else None), benchmarks, stand_in, options)
     root = Path(mirror) if mirror is not None else None
     if stand_in:
         root = build_stand_in(loaded, folder / "stand-in")
     elif loaded.build is not None:
         root = build_suite(loaded, root, progress=options.progress)
-    chosen = pick_tasks(loaded, list(tasks) if tasks else None)
     fingerprint = {
         "suite": chosen.name,
         "variant": chosen.variant,
         "tasks": list(chosen.tasks),
-        "benchmarks": benchmarks and list(chosen.benchmarks),
+        "benchmarks": list(chosen.benchmarks),
         "limit": options.limit,
         "samples": options.samples or chosen.calibration.samples,
         "seed": options.seed,
@@ -380,8 +373,37 @@ def open_session(
         "preset": chosen.preset,
         "version": importlib.metadata.version("featcal"),
     }
-    materials = Materials(chosen, Mirror(root), options.device)
-    return Session(materials, Store(folder, fingerprint), options, benchmarks)
+    if stand_in:
+        options = replace(options, allow_code=True)  # its code benchmarks compare words
+    return Session(Materials(chosen, Mirror(root), options.device), Store(folder, fingerprint), options)
+
+
+def pick_benchmarks(suite: Suite, names: Sequence[str] | None, stand_in: bool, options: Options) -> Suite:
+    """The suite with some of its lm-eval tasks (all by default).
+
+    Raises:
+        InputError: an unknown name, lm-eval is missing, or a task that runs the model's programs without consent.
+    """
+    for name in names or ():
+        if name not in suite.benchmarks:
+            raise InputError(f"suite '{suite.name}' has no benchmark '{name}'{nearest(name, suite.benchmarks)}")
+    kept = {name: one for name, one in suite.benchmarks.items() if names is None or name in names}
+    if kept and not is_installed():
+        if not stand_in:
+            raise InputError(
+                f"suite '{suite.name}' is scored by lm-eval: pip install 'featcal[eval]', or --benchmarks none"
+            )
+        logger.warning("lm-eval is not installed: the benchmarks are left out")
+        kept = {}
+    code = [name for name, one in kept.items() if one.runs_code]
+    if code and not (options.allow_code or stand_in):
+        raise InputError(
+            f"{', '.join(code)} run programs that the model writes: add --allow-code inside a sandbox, "
+            "or choose others with --benchmarks"
+        )
+    if len(kept) == len(suite.benchmarks):
+        return suite
+    return suite.model_copy(update={"benchmarks": kept, "published": ()})
 
 
 def check_names(suite: Suite, upstreams: Sequence[str] | None, methods: Sequence[str]) -> None:
