@@ -8,15 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import torch
 from transformers import PreTrainedModel
 
+from .adapters import open_model
 from .blocks import find_blocks
 from .data import Batches, ModelInput, Samples, check_vocab, find_processor, load_samples, make_batches
 from .errors import InputError
+from .merging import merger_from
 from .names import KeyMap, model_class, skeleton, untie
 from .network import compute_dtype, pick_device
 from .reader import Checkpoint, open_checkpoint
@@ -96,29 +99,43 @@ class Plan:
         return [info.name for info in self.blocks]
 
 
-def prepare(recipe: Recipe, *, trust_remote_code: bool = False, tokenizer: str | None = None) -> Plan:
+def prepare(
+    recipe: Recipe, *, trust_remote_code: bool = False, tokenizer: str | None = None, read_data: bool = True
+) -> Plan:
     """The plan of a recipe: headers, configs and the chosen rows are read; weights are not.
+
+    The parameters of a merge to perform are checked, and the base stands for its result until `adopt`: their names,
+    shapes and files are the same.
 
     Args:
         trust_remote_code: allow custom modelling code that a checkpoint brings along.
         tokenizer: folder of the tokenizer / image processor, when no model brings one.
+        read_data: whether the samples are needed, and with them the blocks; a data-free merge does without.
     """
     plan = Plan(recipe, pick_device(recipe.device))
-    if isinstance(recipe.merged, MergeSpec):
-        raise InputError("merged: a merge to perform is carried out before the plan; see merge_first")
+    spec = recipe.merged
+    if isinstance(spec, MergeSpec):
+        plan.attempt(lambda: merger_from({"method": spec.method, **spec.parameters}).check(len(recipe.tasks)))
     refs = {
-        "merged": recipe.merged,
+        "merged": recipe.base if isinstance(spec, MergeSpec) else spec,
         "base": recipe.base,
         **{f"expert '{t}'": s.expert for t, s in recipe.tasks.items()},
     }
-    opened = {label: plan.attempt(lambda r=ref: open_checkpoint(r)) for label, ref in refs.items()}  # type: ignore[misc]
+    base = plan.attempt(lambda: open_checkpoint(recipe.base))
+
+    def opened_model(label: str, ref: str) -> Checkpoint | None:
+        if label == "base":
+            return base
+        return plan.attempt(lambda: open_model(ref, base=base, trust_remote_code=trust_remote_code))
+
+    opened = {label: opened_model(label, ref) for label, ref in refs.items()}
     checkpoints = {label: checkpoint for label, checkpoint in opened.items() if checkpoint is not None}
     for checkpoint in checkpoints.values():
         plan.problems += checkpoint.check()
     if plan.problems:
         return plan
     _map_models(plan, checkpoints, trust_remote_code)
-    if plan.problems or plan.merged is None:
+    if plan.problems or plan.merged is None or not read_data:
         return plan
     _load_data(plan, refs, tokenizer, trust_remote_code)
     if plan.tasks and not plan.problems:
@@ -129,20 +146,20 @@ def prepare(recipe: Recipe, *, trust_remote_code: bool = False, tokenizer: str |
     return plan
 
 
+def adopt(plan: Plan, folder: Path) -> None:
+    """The merge that the recipe asks for lies in `folder` and takes the place that the base has held for it."""
+    assert plan.merged is not None
+    plan.merged = _mapped("merged", open_checkpoint(folder), type(plan.merged.keymap.model))  # type: ignore[arg-type]
+    _note_unmerged(plan)
+
+
 def _map_models(plan: Plan, checkpoints: dict[str, Checkpoint], trust: bool) -> None:
-    """Skeleton and key map of every checkpoint, all in the merged model's class."""
-    kind = plan.attempt(lambda: model_class(checkpoints["merged"], trust_remote_code=trust))
+    """Skeleton and key map of every checkpoint, all in one class."""
+    kind = plan.attempt(lambda: _common_class(checkpoints, trust))
     if kind is None:
         return
-
-    def mapped(label: str, checkpoint: Checkpoint) -> Model:
-        model: PreTrainedModel = skeleton(checkpoint, kind=kind, trust_remote_code=trust)
-        keymap = KeyMap(model, checkpoint)
-        untie(model, keymap.untied)
-        return Model(label, checkpoint, keymap)
-
     made = {
-        label: plan.attempt(lambda a=label, c=checkpoint: mapped(a, c))  # type: ignore[misc]
+        label: plan.attempt(lambda a=label, c=checkpoint: _mapped(a, c, kind, trust))  # type: ignore[misc]
         for label, checkpoint in checkpoints.items()
     }
     plan.merged, plan.base = made["merged"], made["base"]
@@ -150,6 +167,22 @@ def _map_models(plan: Plan, checkpoints: dict[str, Checkpoint], trust: bool) -> 
         model = made[f"expert '{task}'"]
         if model is not None:
             plan.experts[task] = model
+
+
+def _common_class(checkpoints: dict[str, Checkpoint], trust: bool) -> type[PreTrainedModel]:
+    """The merged model's class, or the experts' when they are a tower of it (vision towers of a whole CLIP)."""
+    whole = model_class(checkpoints["merged"], trust_remote_code=trust)
+    kinds = {model_class(c, trust_remote_code=trust) for label, c in checkpoints.items() if label.startswith("expert")}
+    towers = getattr(whole.config_class, "sub_configs", {}).values()
+    tower = kinds.pop() if len(kinds) == 1 else whole
+    return tower if tower.config_class in towers else whole
+
+
+def _mapped(label: str, checkpoint: Checkpoint, kind: type[PreTrainedModel], trust: bool = False) -> Model:
+    model: PreTrainedModel = skeleton(checkpoint, kind=kind, trust_remote_code=trust)
+    keymap = KeyMap(model, checkpoint)
+    untie(model, keymap.untied)
+    return Model(label, checkpoint, keymap)
 
 
 def _load_data(plan: Plan, refs: dict[str, str], tokenizer: str | None, trust: bool) -> None:
@@ -267,6 +300,12 @@ def _compare(plan: Plan) -> None:
             plan.problems.append(
                 f"expert '{task}' equals the base in every block; was it fine-tuned, or its adapter never applied?"
             )
+    if not isinstance(plan.recipe.merged, MergeSpec):
+        _note_unmerged(plan)
+
+
+def _note_unmerged(plan: Plan) -> None:
+    assert plan.merged is not None and plan.base is not None
     if _equal_in_blocks(plan, plan.merged, plan.base):
         plan.notes.append("the merged model equals the base in every block; was the merge applied?")
 
