@@ -1,21 +1,13 @@
 """featcal: calibrate a merged model toward its experts, layer by layer, in closed form."""
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+from .api import Result, calibrate
 from .errors import InputError, RunError
+from .run import Outcome, run
+from .settings import PRESETS, Calibration
 from .version import __version__
 
-if TYPE_CHECKING:
-    from .api import Result, calibrate
-    from .run import Outcome, run
-    from .settings import PRESETS, Calibration
-
-_HOMES = {"calibrate": "api", "Result": "api", "run": "run", "Outcome": "run", "PRESETS": "settings"}
-_HOMES |= {"Calibration": "settings"}
-
+# `calibrate` and `run` are also modules of this package. Importing a module puts it under its name here, once; the
+# functions above come after that, and so win for good.
 __all__ = [
     "PRESETS",
     "Calibration",
@@ -27,10 +19,3 @@ __all__ = [
     "calibrate",
     "run",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import torch and transformers only when something of theirs is asked for: `featcal --help` stays quick."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'featcal' has no attribute '{name}'")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

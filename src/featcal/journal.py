@@ -89,6 +89,16 @@ class Journal:
         self._blocks[block] = line
         self._append(line)
 
+    def write_note(self, name: str, value: Mapping[str, Any]) -> None:
+        """Keep a small result of the run besides its blocks."""
+        with atomic_write(self.folder / f"{name}.json") as file:
+            file.write(json.dumps(value).encode())
+
+    def note(self, name: str) -> Any:
+        """What `write_note` kept, or None."""
+        path = self.folder / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
     def tensors(self, block: str) -> dict[str, Tensor]:
         """The new parameters of a finished block by full name."""
         return load_file(self.folder / self._blocks[block]["file"])

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
-import glob
 import hashlib
 import json
 import logging
-import os
-import platform
-import resource
-import shutil
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 import transformers
 from torch import Tensor
@@ -28,22 +20,25 @@ from .bench import Bench
 from .calibrate import Job
 from .calibrate import calibrate as run_job
 from .dist import Comm, process_group
+from .drift.results import TaskDrift, merge_parts
+from .drift.watcher import Watcher
 from .errors import InputError
 from .journal import Journal, difference
 from .log import progress_bar
+from .output import REPORT, Desk, environment, open_desk, peak_memory, scratch, write_model
 from .plan import Model, Plan, prepare
-from .recipe import Recipe, load_recipe, recipe_to_yaml
+from .recipe import Recipe, load_recipe
+from .report.build import make_report, write_report_json
+from .report.page import write_report
+from .settings import Calibration
 from .skeleton import DiskNetwork
 from .student import Student
-from .targets import BlockInfo
+from .targets import BlockInfo, unit_modules
+from .tune import tune
 from .update import Record
 from .version import __version__
-from .writer import OutputFolder, assemble, atomic_write, disk_errors
 
 logger = logging.getLogger("featcal")
-RESOLVED = "featcal.yaml"
-"""The resolved recipe in the output folder."""
-REPORT = "report.json"
 
 
 @dataclass
@@ -52,6 +47,8 @@ class Outcome:
 
     output: Path
     records: list[Record]
+    report: dict[str, Any] = field(default_factory=dict)
+    """The contents of report.json; empty on other processes than the first."""
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory_bytes: int = 0
 
@@ -100,33 +97,40 @@ def run(
         spills = _spills(plan, max_memory)
         need = plan.cost.disk_bytes + (plan.cost.activation_bytes if spills else 0)
 
-        def desk_of_rank_0() -> _Desk | None:
-            return None if comm.rank else _open_desk(plan, output, overwrite, fresh, need, marks, stack)
+        def desk_of_rank_0() -> Desk | None:
+            return None if comm.rank else open_desk(plan, output, overwrite, fresh, need, marks, stack)
 
         desk = comm.together(desk_of_rank_0)
         if comm.share_object(desk is not None and desk.journal is None):
             return _finished(output) if desk else Outcome(Path(output), [])
         planned = time.perf_counter()
-        with _scratch(output, spills, comm) as spill:
-            run_job(build_job(plan, comm, stack, desk.journal if desk else None, spill, progress))
+        with scratch(output, spills, comm) as spill:
+            bench = open_bench(plan, comm, stack, spill)
+            settings, tuning = _settings(plan, bench, desk)
+            tuned = time.perf_counter()
+            job = build_job(bench, settings, desk.journal if desk else None, progress)
+            job.watch = watcher = Watcher(job)
+            run_job(job)
+            drift = merge_parts(comm.gather_objects(watcher.finish()))
         peak = max(comm.gather_objects(peak_memory()))
         calibrated = time.perf_counter()
         if desk is None or desk.journal is None:
             return Outcome(Path(output), [])
-        records = desk.journal.records() + kept_records(plan)
-        seconds = {"plan": planned - clock, "calibrate": calibrated - planned}
-        _write(plan, desk.place, desk.journal)
-        seconds |= {"write": time.perf_counter() - calibrated, "total": time.perf_counter() - clock}
-        outcome = Outcome(desk.place.final, records, seconds, peak)
-        _write_report(plan, desk.place, outcome, marks)
+        records = (desk.journal.records() if settings else uncalibrated(plan)) + kept_records(plan)
+        seconds = {"plan": planned - clock, "tune": tuned - planned, "calibrate": calibrated - tuned}
+        write_model(plan, desk.place, desk.journal)
+        seconds |= {"write": time.perf_counter() - calibrated, "measure": watcher.seconds}
+        seconds["total"] = time.perf_counter() - clock
+        outcome = Outcome(desk.place.final, records, {}, seconds, peak)
+        outcome.report = report_of(plan, outcome, drift, tuning, fingerprint=marks)
+        write_report_json(desk.place.out, outcome.report)
+        write_report(desk.place.out)
         desk.place.publish()
     return outcome
 
 
-def build_job(
-    plan: Plan, comm: Comm, stack: ExitStack, journal: Journal | None, spill: Path | None, progress: bool
-) -> Job:
-    """Networks, streams and the job of this process; networks stay open until `stack` closes."""
+def open_bench(plan: Plan, comm: Comm, stack: ExitStack, spill: Path | None) -> Bench:
+    """The plan's networks, open until `stack` closes, and its batches."""
     assert plan.merged is not None and plan.base is not None
 
     def network(model: Model) -> DiskNetwork:
@@ -134,7 +138,7 @@ def build_job(
         stack.enter_context(opened.open())
         return opened
 
-    bench = Bench(
+    return Bench(
         blocks=plan.blocks,
         merged=network(plan.merged),
         base=DiskNetwork(plan.base.label, plan.base.keymap, plan.order, plan.device),
@@ -144,7 +148,28 @@ def build_job(
         comm=comm,
         spill=spill,
     )
+
+
+def _settings(plan: Plan, bench: Bench, desk: Desk | None) -> tuple[Calibration | None, dict[str, Any] | None]:
+    """The settings to use (None: the merged model is best as it is) and how they were found, if need be earlier."""
     settings = plan.recipe.calibration
+    if settings.tune != "auto":
+        return settings, None
+    journal = desk.journal if desk else None
+    saved = bench.comm.share_object(journal.note("tuning") if journal else None)
+    if saved is None:
+        tuning = tune(bench, settings)
+        chosen = None if tuning.chosen is None else tuning.chosen.model_dump(mode="json")
+        saved = {"chosen": chosen, "table": tuning.as_dict()}
+        if journal:
+            journal.write_note("tuning", saved)
+    chosen = saved["chosen"]
+    return (None if chosen is None else Calibration(**chosen)), saved["table"]
+
+
+def build_job(bench: Bench, settings: Calibration | None, journal: Journal | None, progress: bool) -> Job:
+    """The job of this process. Without settings every block keeps its merged weights."""
+    comm = bench.comm
     started = [time.perf_counter()]
 
     def finish(info: BlockInfo, student: Student, records: Sequence[Record]) -> None:
@@ -157,13 +182,34 @@ def build_job(
         if not comm.share_object(journal is not None and info.name in journal):
             return None
         saved = {} if journal is None else journal.tensors(info.name)
-        shared = comm.share(saved, plan.device)
+        shared = comm.share(saved, bench.merged.device)
         return {name.removeprefix(f"{info.name}."): value for name, value in shared.items()}
 
-    job = bench.job([settings])
-    job.restore, job.finish = restore, finish
+    job = bench.job([settings or Calibration()])
+    job.restore, job.finish = (restore, finish) if settings else ((lambda info: {}), finish)
     job.progress = progress_bar("calibrating", enabled=progress and comm.rank == 0)
     return job
+
+
+def report_of(
+    plan: Plan, outcome: Outcome, drift: Sequence[TaskDrift], tuning: Mapping[str, Any] | None, **more: Any
+) -> dict[str, Any]:
+    """The contents of report.json."""
+    tasks = [
+        {"name": task, **data.samples.counts.as_dict(), "tokens": data.learn.tokens, "truncated": data.learn.truncated}
+        for task, data in plan.tasks.items()
+    ]
+    return make_report(
+        recipe=plan.recipe.model_dump(mode="json", exclude_none=True),
+        tasks=tasks,
+        drift=drift,
+        records=outcome.records,
+        seconds=outcome.seconds,
+        environment=environment(plan.device),
+        peak_memory_bytes=outcome.peak_memory_bytes,
+        tuning=tuning,
+        **more,
+    )
 
 
 def fingerprint(plan: Plan) -> dict[str, Any]:
@@ -200,6 +246,13 @@ def _digest(value: Any) -> str:
     return digest.hexdigest()
 
 
+def uncalibrated(plan: Plan) -> list[Record]:
+    """Records of a run whose tuner found nothing better than the merged model."""
+    reason = "no settings tried brought the model closer to its experts"
+    targets = [(info.name, module) for info in plan.blocks for unit in info.units for module in unit_modules(unit)]
+    return [Record(block, module, "target", "kept", reason) for block, module in targets]
+
+
 def kept_records(plan: Plan) -> list[Record]:
     """A record for every module with parameters that is not a target, inside and outside the blocks."""
     assert plan.merged is not None
@@ -207,14 +260,6 @@ def kept_records(plan: Plan) -> list[Record]:
     inside = (*plan.order, *(f"{name}." for name in plan.order))
     owners = {name.rpartition(".")[0]: None for name in plan.merged.keymap.parameters if not name.startswith(inside)}
     return records + [Record("", name, "other", "kept", "outside the blocks") for name in owners]
-
-
-@dataclass
-class _Desk:
-    """Where rank 0 works: the output folder in the making and the journal; none when there is nothing left to do."""
-
-    place: OutputFolder
-    journal: Journal | None
 
 
 def _check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
@@ -227,67 +272,11 @@ def _check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _open_desk(
-    plan: Plan,
-    output: str | Path,
-    overwrite: bool,
-    fresh: bool,
-    need: int,
-    marks: Mapping[str, Any],
-    stack: ExitStack,
-) -> _Desk:
-    """The output folder in the making, held by this run alone until `stack` closes, and the journal in it."""
-    assert plan.merged is not None and plan.base is not None
-    models = [plan.merged, plan.base, *plan.experts.values()]
-    sources = [Path(spec.data.source) for spec in plan.recipe.tasks.values()]
-    inputs = [model.checkpoint.folder for model in models] + [path for path in sources if path.exists()]
-    place = OutputFolder(output, inputs, overwrite=True)
-    if not place.part.exists():
-        OutputFolder(output, inputs, overwrite)  # refuses before anything is made
-    stack.enter_context(_locked(place.part))
-    if not fresh and _is_published(place, marks):
-        shutil.rmtree(place.part)
-        return _Desk(place, None)
-    place = OutputFolder(output, inputs, overwrite)
-    if fresh:
-        shutil.rmtree(place.work, ignore_errors=True)
-        shutil.rmtree(place.out, ignore_errors=True)
-    place.prepare(max(need - _size(place.part), 0))
-    return _Desk(place, Journal(place.work, marks))
-
-
-def _is_published(place: OutputFolder, marks: Mapping[str, Any]) -> bool:
-    """Whether this very run was stopped after OUT had appeared and before its hidden folder was gone."""
-    if place.out.exists() or not (place.final / REPORT).exists():
-        return False
-    written = json.loads((place.final / REPORT).read_text()).get("fingerprint", {})
-    return difference(written, json.loads(json.dumps(marks))) is None
-
-
 def _finished(output: str | Path) -> Outcome:
     """The outcome of a run that had published its output."""
     report = json.loads((Path(output) / REPORT).read_text())
     records = [Record(**record) for record in report["modules"]]
-    return Outcome(Path(output), records, report["seconds"], report["peak_memory_bytes"])
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Only one run at a time works on an output; the lock goes with the process, however it ends."""
-    path = folder / "lock"
-    while True:
-        with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            file = path.open("w")
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InputError(f"another run is working on {folder}; wait for it, or name another output") from None
-            if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
-                continue  # the run that held it has just ended and taken its folder away
-            yield
-            return
+    return Outcome(Path(output), records, report, report["seconds"], report["peak_memory_bytes"])
 
 
 def _spills(plan: Plan, max_memory: int | None) -> bool:
@@ -298,86 +287,3 @@ def _spills(plan: Plan, max_memory: int | None) -> bool:
         return False
     logger.info("activations need %.1f GB, more than --max-memory: they are kept beside the output", needed / 1e9)
     return True
-
-
-@contextmanager
-def _scratch(output: str | Path, wanted: bool, comm: Comm) -> Iterator[Path | None]:
-    """A folder beside OUT for this process's activations, gone afterwards, like those that killed runs have left."""
-    final = Path(output).expanduser().resolve()
-    stem = f".{final.name}.featcal-activations-"
-    folder = final.with_name(f"{stem}{comm.rank}")
-    for old in [folder, *(final.parent.glob(f"{glob.escape(stem)}*") if comm.rank == 0 else ())]:
-        shutil.rmtree(old, ignore_errors=True)
-    comm.gather_objects(None)  # nobody writes before all have cleared
-    try:
-        yield folder if wanted else None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _size(folder: Path) -> int:
-    """Bytes of all files below a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _write(plan: Plan, place: OutputFolder, journal: Journal) -> None:
-    """The drop-in folder: merged shards with the new tensors, every other file as it was, the resolved recipe."""
-    assert plan.merged is not None
-    keymap = plan.merged.keymap
-    changed: dict[str, tuple[Path, str]] = {}
-    for info in plan.blocks:
-        for name in journal.names(info.name):
-            key = keymap.key(name)
-            assert key is not None, f"{name} has no tensor of its own on disk"
-            changed[key] = (journal.file(info.name), name)
-    place.copy_side_files(plan.merged.checkpoint.folder)
-    assemble(plan.merged.checkpoint, changed, place.out)
-    with atomic_write(place.out / RESOLVED) as file:
-        file.write(recipe_to_yaml(plan.recipe).encode())
-
-
-def _write_report(plan: Plan, place: OutputFolder, outcome: Outcome, marks: Mapping[str, Any]) -> None:
-    report = {
-        "version": __version__,
-        "recipe": plan.recipe.model_dump(mode="json", exclude_none=True),
-        "environment": environment(plan.device),
-        "fingerprint": marks,
-        "seconds": outcome.seconds,
-        "peak_memory_bytes": outcome.peak_memory_bytes,
-        "tasks": [
-            {
-                "name": task,
-                **asdict(data.samples.counts),
-                "tokens": data.learn.tokens,
-                "truncated": data.learn.truncated,
-            }
-            for task, data in plan.tasks.items()
-        ],
-        "modules": [asdict(record) for record in outcome.records if record.kind != "other"],
-        "kept": [
-            {"module": f"{r.block}.{r.module}".strip("."), "reason": r.reason}
-            for r in outcome.records
-            if r.status == "kept"
-        ],
-    }
-    with atomic_write(place.out / REPORT) as file:
-        file.write(json.dumps(report, indent=1).encode())
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and machine, for the report."""
-    return {
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "safetensors": safetensors.__version__,
-        "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "threads": torch.get_num_threads(),
-    }
-
-
-def peak_memory() -> int:
-    """Peak resident memory of this process, bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,151 @@
+"""Where a run's result is made: the hidden folder that one run holds, the drop-in folder, its report."""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import json
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import transformers
+
+from .dist import Comm
+from .errors import InputError
+from .journal import Journal, difference
+from .plan import Plan
+from .recipe import recipe_to_yaml
+from .writer import OutputFolder, assemble, atomic_write, disk_errors
+
+RESOLVED = "featcal.yaml"
+"""The resolved recipe in the output folder."""
+REPORT = "report.json"
+
+
+@dataclass
+class Desk:
+    """Where rank 0 works: the output folder in the making and the journal; none when there is nothing left to do."""
+
+    place: OutputFolder
+    journal: Journal | None
+
+
+def open_desk(
+    plan: Plan,
+    output: str | Path,
+    overwrite: bool,
+    fresh: bool,
+    need: int,
+    marks: Mapping[str, Any],
+    stack: ExitStack,
+) -> Desk:
+    """The output folder in the making, held by this run alone until `stack` closes, and the journal in it."""
+    assert plan.merged is not None and plan.base is not None
+    models = [plan.merged, plan.base, *plan.experts.values()]
+    sources = [Path(spec.data.source) for spec in plan.recipe.tasks.values()]
+    inputs = [model.checkpoint.folder for model in models] + [path for path in sources if path.exists()]
+    place = OutputFolder(output, inputs, overwrite=True)
+    if not place.part.exists():
+        OutputFolder(output, inputs, overwrite)  # refuses before anything is made
+    stack.enter_context(_locked(place.part))
+    if not fresh and _is_published(place, marks):
+        shutil.rmtree(place.part)
+        return Desk(place, None)
+    place = OutputFolder(output, inputs, overwrite)
+    if fresh:
+        shutil.rmtree(place.work, ignore_errors=True)
+        shutil.rmtree(place.out, ignore_errors=True)
+    place.prepare(max(need - _size(place.part), 0))
+    return Desk(place, Journal(place.work, marks))
+
+
+def _is_published(place: OutputFolder, marks: Mapping[str, Any]) -> bool:
+    """Whether this very run was stopped after OUT had appeared and before its hidden folder was gone."""
+    if place.out.exists() or not (place.final / REPORT).exists():
+        return False
+    written = json.loads((place.final / REPORT).read_text()).get("fingerprint", {})
+    return difference(written, json.loads(json.dumps(marks))) is None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Only one run at a time works on an output; the lock goes with the process, however it ends."""
+    path = folder / "lock"
+    while True:
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = path.open("w")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(f"another run is working on {folder}; wait for it, or name another output") from None
+            if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                continue  # the run that held it has just ended and taken its folder away
+            yield
+            return
+
+
+@contextmanager
+def scratch(output: str | Path, wanted: bool, comm: Comm) -> Iterator[Path | None]:
+    """A folder beside OUT for this process's activations, gone afterwards, like those that killed runs have left."""
+    final = Path(output).expanduser().resolve()
+    stem = f".{final.name}.featcal-activations-"
+    folder = final.with_name(f"{stem}{comm.rank}")
+    for old in [folder, *(final.parent.glob(f"{glob.escape(stem)}*") if comm.rank == 0 else ())]:
+        shutil.rmtree(old, ignore_errors=True)
+    comm.gather_objects(None)  # nobody writes before all have cleared
+    try:
+        yield folder if wanted else None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def write_model(plan: Plan, place: OutputFolder, journal: Journal) -> None:
+    """The drop-in folder: merged shards with the new tensors, every other file as it was, the resolved recipe."""
+    assert plan.merged is not None
+    keymap = plan.merged.keymap
+    changed: dict[str, tuple[Path, str]] = {}
+    for info in plan.blocks:
+        for name in journal.names(info.name) if info.name in journal else ():
+            key = keymap.key(name)
+            assert key is not None, f"{name} has no tensor of its own on disk"
+            changed[key] = (journal.file(info.name), name)
+    place.copy_side_files(plan.merged.checkpoint.folder)
+    assemble(plan.merged.checkpoint, changed, place.out)
+    with atomic_write(place.out / RESOLVED) as file:
+        file.write(recipe_to_yaml(plan.recipe).encode())
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions and machine, for the report."""
+    return {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "safetensors": safetensors.__version__,
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def peak_memory() -> int:
+    """Peak resident memory of this process, bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
