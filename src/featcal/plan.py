@@ -149,7 +149,7 @@ def prepare(
 def adopt(plan: Plan, folder: Path) -> None:
     """The merge that the recipe asks for lies in `folder` and takes the place that the base has held for it."""
     assert plan.merged is not None
-    plan.merged = _mapped("merged", open_checkpoint(folder), type(plan.merged.keymap.model))  # type: ignore[arg-type]
+    plan.merged = map_model("merged", open_checkpoint(folder), type(plan.merged.keymap.model))  # type: ignore[arg-type]
     _note_unmerged(plan)
 
 
@@ -159,7 +159,7 @@ def _map_models(plan: Plan, checkpoints: dict[str, Checkpoint], trust: bool) -> 
     if kind is None:
         return
     made = {
-        label: plan.attempt(lambda a=label, c=checkpoint: _mapped(a, c, kind, trust))  # type: ignore[misc]
+        label: plan.attempt(lambda a=label, c=checkpoint: map_model(a, c, kind, trust))  # type: ignore[misc]
         for label, checkpoint in checkpoints.items()
     }
     plan.merged, plan.base = made["merged"], made["base"]
@@ -178,7 +178,8 @@ def _common_class(checkpoints: dict[str, Checkpoint], trust: bool) -> type[PreTr
     return tower if tower.config_class in towers else whole
 
 
-def _mapped(label: str, checkpoint: Checkpoint, kind: type[PreTrainedModel], trust: bool = False) -> Model:
+def map_model(label: str, checkpoint: Checkpoint, kind: type[PreTrainedModel], trust: bool = False) -> Model:
+    """The checkpoint in terms of a class: its skeleton, untied where the file's values differ, and its key map."""
     model: PreTrainedModel = skeleton(checkpoint, kind=kind, trust_remote_code=trust)
     keymap = KeyMap(model, checkpoint)
     untie(model, keymap.untied)

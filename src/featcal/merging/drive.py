@@ -7,7 +7,7 @@ no expert changed, are the base's bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -29,8 +29,8 @@ class Checkpoint(Protocol):
     def dtype(self, key: str) -> torch.dtype: ...
 
 
-Progress = Callable[[str], None]
-"""Called with the name of each tensor once it is merged."""
+FEW = 3
+"""Missing tensors of one expert that are noted one by one; more are counted (a text tower has hundreds)."""
 
 _T = TypeVar("_T")
 Experts = Mapping[str, _T] | Sequence[_T]
@@ -58,8 +58,9 @@ def merge_checkpoints(
     kinds: Mapping[str, Kind] | None = None,
     device: torch.device | str = "cpu",
     notes: list[str] | None = None,
+    skip: Collection[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the merged model, in the base's order and dtype, on the CPU.
+    """Every tensor of the merged model but those in `skip`, in the base's order and dtype, on the CPU.
 
     Memory: one tensor of each model, in float32 (float64 when the base has float64), and the method's own
     work. `kinds` says what each tensor is (`module_kinds`); it matters for Conv1D weights and for DARE's
@@ -76,6 +77,7 @@ def merge_checkpoints(
         dict(kinds or {}),
         torch.device(device),
         notes if notes is not None else [],
+        frozenset(skip),
     )
     return job.run()
 
@@ -142,6 +144,7 @@ class _Job:
     kinds: dict[str, Kind]
     device: torch.device
     notes: list[str]
+    skip: frozenset[str] = frozenset()
     names: list[str] = field(default_factory=list)
     kept: set[str] = field(default_factory=set)
 
@@ -161,6 +164,8 @@ class _Job:
         ready = self.method.prepare(self)
         wanted, work = set(self.names), self.dtype
         for name in self.base.keys():  # noqa: SIM118
+            if name in self.skip:
+                continue
             start = self.base.get(name)
             deltas = self._read(name, start, work) if name in wanted else None
             if deltas is None or not deltas.tau.any():
@@ -197,8 +202,7 @@ class _Job:
                     f"'{expert}' has none of the base's tensors (base: '{chosen[0]}', …; '{expert}': "
                     f"'{next(iter(own), 'nothing')}', …); is it a model of the same architecture?"
                 )
-            for name in missing:
-                self._keep(name, f"'{expert}' does not have it")
+            self._keep_missing(expert, [name for name in missing if name not in self.kept])
         return [name for name in chosen if name not in self.kept]
 
     def _read(self, name: str, start: Tensor, work: torch.dtype) -> Deltas | None:
@@ -222,6 +226,17 @@ class _Job:
                 f"{tuple(start.shape)}; only models of the same architecture can be merged"
             )
         self._keep(name, f"'{expert}' has {other.shape[0]} rows, the base {start.shape[0]} (vocabulary or classes)")
+
+    def _keep_missing(self, expert: str, names: list[str]) -> None:
+        if len(names) <= FEW:
+            for name in names:
+                self._keep(name, f"'{expert}' does not have it")
+            return
+        self.kept.update(names)
+        self._note(
+            f"{len(names)} tensors keep the base's value, '{expert}' does not have them: "
+            f"{', '.join(names[:FEW])}, … {names[-1]}"
+        )
 
     def _keep(self, name: str, reason: str) -> None:
         if name not in self.kept:
