@@ -237,6 +237,12 @@ def test_checks_say_what_stands_out() -> None:
     assert texts["1 of 72 modules kept their merged weights; reasons are below."] == "note"
     assert texts["Measuring took 8% of the calibration's time."] == "good"
     assert texts["The objective of the fit fell in 71 of 71 calibrated modules."] == "good"
+    assert texts["No task's score fell."] == "good"
+    report.scores["calibrated"]["dtd"].value = 60.0
+    fell = "The score fell on 'dtd' (72 → 60)."
+    assert {c.text: c.mark for c in checks(report)}[fell] == "note"
+    report.scores["calibrated"]["dtd"].high, report.scores["merged"]["dtd"].low = 65.0, 66.0
+    assert {c.text: c.mark for c in checks(report)}[fell] == "bad"
     report.modules[0].ridge = 0.5
     report.tasks[0].drift[0].not_finite = 2
     marks = {check.text: check.mark for check in checks(report)}

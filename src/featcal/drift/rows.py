@@ -75,14 +75,15 @@ class Rows:
         for start in range(0, self.samples, self._step):
             yield slice(start, min(start + self._step, self.samples))
 
-    def take(self, x: Tensor, part: slice, device: torch.device) -> Tensor:
-        """The rows of some samples as (R, D), float64 (float32 on devices without it)."""
+    def take(self, x: Tensor, part: slice, device: torch.device, *, exact: bool = True) -> Tensor:
+        """The rows of some samples as (R, D), float64; not `exact`, or on devices without it: at least float32."""
         x = x[part]
         if not self._tokens:
             x = x.reshape(len(x), -1)
         else:
             x = x.flatten(0, 1) if self._keep is None else x[self._keep[part].to(x.device)]
-        return x.to(device, torch.float32 if device.type == "mps" else torch.float64)
+        wide = (exact or x.dtype == torch.float64) and device.type != "mps"
+        return x.to(device, torch.float64 if wide else torch.float32)
 
     def mean(self, values_R: Tensor, part: slice) -> Tensor:
         """Mean over each sample's rows: (samples in part,), float64 on the CPU; NaN for a sample without rows."""

@@ -160,8 +160,8 @@ def where(report: Report) -> str:
 
 def checks(report: Report) -> list[Check]:
     """Can it be trusted? What was looked at, and what stands out."""
-    return [c for c in (_held_out(report), _noise(report), _modules(report), _objectives(report), _ridge(report),
-                        _finite(report), _cost(report)) if c is not None]  # fmt: skip
+    return [c for c in (_held_out(report), _noise(report), _scores(report), _modules(report), _objectives(report),
+                        _ridge(report), _finite(report), _cost(report)) if c is not None]  # fmt: skip
 
 
 def _held_out(report: Report) -> Check:
@@ -182,6 +182,25 @@ def _noise(report: Report) -> Check | None:
     what = {"kl": "KL of the outputs to the expert's", "cosine": "cosine of the final features to the expert's"}
     names = " or ".join(what[m] for m in dict.fromkeys(t.gain.measure for t in measured if t.gain))
     return Check("good", f"A verdict needs a mean change of two standard errors, sample by sample, in the {names}.")
+
+
+def _scores(report: Report) -> Check | None:
+    """Tasks whose score fell; bad when the two intervals do not even touch."""
+    merged, calibrated = report.scores.get("merged", {}), report.scores.get("calibrated", {})
+    fell, clear = [], False
+    for name, old in merged.items():
+        new = calibrated.get(name)
+        if new is None or new.metric != old.metric:
+            continue
+        sign = -1 if old.metric == "perplexity" else 1
+        if sign * (new.value - old.value) >= 0:
+            continue
+        fell.append(f"'{short(name)}' ({old.value:.4g} → {new.value:.4g})")
+        edges = (new.high, old.low) if sign > 0 else (old.high, new.low)
+        clear |= edges[0] is not None and edges[1] is not None and edges[0] < edges[1]
+    if not fell:
+        return Check("good", "No task's score fell.") if merged and calibrated else None
+    return Check("bad" if clear else "note", f"The score fell on {', '.join(fell)}.")
 
 
 def _modules(report: Report) -> Check | None:
