@@ -85,10 +85,13 @@ def calibrate(
     max_memory: Annotated[
         str | None, typer.Option("--max-memory", help="memory for activations, e.g. 8GB; beyond it they go to disk")
     ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="exit 1 when a task got worse")] = False,
     tokenizer: TokenizerOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Calibrate a merged model. The same command again resumes an interrupted run."""
+    from .report.schema import Report
+    from .report.words import worse_tasks
     from .run import run
     from .show import show_outcome
 
@@ -105,6 +108,9 @@ def calibrate(
     )
     if outcome.records:
         show_outcome(outcome, out)
+        worse = worse_tasks(Report.model_validate(outcome.report))
+        if strict and worse:
+            raise RunError(f"these tasks got worse on held-out samples: {', '.join(worse)} (--strict)")
 
 
 def main() -> None:

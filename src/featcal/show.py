@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .plan import Plan, available_memory
+from .cost import available_memory
+from .plan import Plan
+from .report.schema import Report
+from .report.terminal import print_summary
 from .run import Outcome
 from .targets import BlockInfo, Group
 
@@ -52,18 +57,23 @@ def _alike(blocks: list[BlockInfo]) -> list[tuple[str, str, str]]:
 
 
 def show_outcome(outcome: Outcome, console: Console) -> None:
-    """One line on what was calibrated and kept, and where it is."""
+    """Settings, what was calibrated and kept, drift and agreement on held-out samples, and where the result is."""
     done = [r for r in outcome.records if r.status == "calibrated"]
-    held = [r for r in outcome.records if r.status == "kept" and r.kind != "other"]
     before, after = sum(r.before or 0.0 for r in done), sum(r.after or 0.0 for r in done)
     share = 0.0 if not before else 100 * (1 - after / before)
-    console.print(f"{len(done)} modules calibrated; their objective (Eq. 15) fell by {share:.1f} %")
-    for record in held:
-        console.print(f"kept {record.block}.{record.module}: {record.reason}", markup=False)
+    chosen = next((c for c in outcome.report.get("tuning", {}).get("candidates", ()) if c["chosen"]), None)
+    if chosen:
+        values = ", ".join(f"{name} {chosen[name]:.3g}" for name in ("ridge", "rho", "alpha"))
+        console.print(f"settings chosen without labels: {values} (criterion {chosen['criterion']:.3f}, merged is 1)")
+    if done:
+        console.print(f"{len(done)} modules calibrated; their objective (Eq. 15) fell by {share:.1f} %")
+    held = Counter(r.reason for r in outcome.records if r.status == "kept" and r.kind != "other")
+    for reason, count in held.items():
+        console.print(f"{count} modules keep the merged weights: {reason}", markup=False)
+    print_summary(Report.model_validate(outcome.report), console)
     total = outcome.seconds.get("total", 0.0)
-    console.print(
-        f"{outcome.output}  ({_duration(total)}, peak {outcome.peak_memory_bytes / 1e9:.2f} GB)", markup=False
-    )
+    peak = f"peak {outcome.peak_memory_bytes / 1e9:.2f} GB"
+    console.print(f"{outcome.output}  ({_duration(total)}, {peak}; report.html shows more)", markup=False)
 
 
 def _duration(seconds: float) -> str:
