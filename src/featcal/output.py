@@ -50,22 +50,15 @@ def open_desk(
     stack: ExitStack,
 ) -> Desk:
     """The output folder in the making, held by this run alone until `stack` closes, and the journal in it."""
-    assert plan.merged is not None and plan.base is not None
-    models = [plan.merged, plan.base, *plan.experts.values()]
-    sources = [Path(spec.data.source) for spec in plan.recipe.tasks.values()]
-    inputs = [model.checkpoint.folder for model in models] + [path for path in sources if path.exists()]
-    place = OutputFolder(output, inputs, overwrite=True)
-    if not place.part.exists():
-        OutputFolder(output, inputs, overwrite)  # refuses before anything is made
-    stack.enter_context(_locked(place.part))
+    place = stack.enter_context(hold(plan, output, overwrite))
     if not fresh and _is_published(place, marks):
         shutil.rmtree(place.part)
         return Desk(place, None)
-    place = OutputFolder(output, inputs, overwrite)
+    place = OutputFolder(output, inputs_of(plan), overwrite)
     if fresh:
         shutil.rmtree(place.work, ignore_errors=True)
         shutil.rmtree(place.out, ignore_errors=True)
-    place.prepare(max(need - _size(place.part), 0))
+    place.prepare(max(need - _size(place.work) - _size(place.out), 0))
     return Desk(place, Journal(place.work, marks))
 
 
@@ -75,6 +68,28 @@ def _is_published(place: OutputFolder, marks: Mapping[str, Any]) -> bool:
         return False
     written = json.loads((place.final / REPORT).read_text()).get("fingerprint", {})
     return difference(written, json.loads(json.dumps(marks))) is None
+
+
+@contextmanager
+def hold(plan: Plan, output: str | Path, overwrite: bool) -> Iterator[OutputFolder]:
+    """The hidden folder beside OUT, for this run alone."""
+    place = OutputFolder(output, inputs_of(plan), overwrite=True)
+    if not place.part.exists():
+        OutputFolder(output, inputs_of(plan), overwrite)  # refuses before anything is made
+    with _locked(place.part):
+        yield place
+
+
+def inputs_of(plan: Plan) -> list[Path]:
+    """Every folder and file that is read and must stay intact."""
+    models = [model for model in (plan.merged, plan.base, *plan.experts.values()) if model is not None]
+    sources = [Path(spec.data.source) for spec in plan.recipe.tasks.values()]
+    return [model.checkpoint.folder for model in models] + [path for path in sources if path.exists()]
+
+
+def merge_folder(output: str | Path) -> Path:
+    """Where the merge that a recipe asks for is made: in the hidden folder, with which it goes in the end."""
+    return OutputFolder(output, overwrite=True).part / "merged"
 
 
 @contextmanager

@@ -25,9 +25,10 @@ from .drift.watcher import Watcher
 from .errors import InputError
 from .journal import Journal, difference
 from .log import progress_bar
-from .output import REPORT, Desk, environment, open_desk, peak_memory, scratch, write_model
-from .plan import Model, Plan, prepare
-from .recipe import Recipe, load_recipe
+from .merging.folder import merge_first
+from .output import REPORT, Desk, environment, hold, merge_folder, open_desk, peak_memory, scratch, write_model
+from .plan import Model, Plan, adopt, prepare
+from .recipe import MergeSpec, Recipe, load_recipe
 from .report.build import make_report, write_report_json
 from .report.page import write_report
 from .settings import Calibration
@@ -91,6 +92,18 @@ def run(
 
         plan = comm.together(ready_plan)
         assert plan.cost is not None
+        seconds: dict[str, float] = {}
+        if isinstance(plan.recipe.merged, MergeSpec):
+            started = time.perf_counter()
+
+            def merge() -> None:
+                options = {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code, "progress": progress}
+                with hold(plan, output, overwrite):
+                    merge_first(plan.recipe, merge_folder(output), fresh=fresh, **options)  # type: ignore[arg-type]
+
+            comm.together(lambda: None if comm.rank else merge())
+            comm.together(lambda: adopt(plan, merge_folder(output)))
+            seconds["merge"] = time.perf_counter() - started
         marks = fingerprint(plan)
         everyone = comm.gather_objects(marks)
         comm.together(lambda: _check_same(everyone))
@@ -117,7 +130,8 @@ def run(
         if desk is None or desk.journal is None:
             return Outcome(Path(output), [])
         records = (desk.journal.records() if settings else uncalibrated(plan)) + kept_records(plan)
-        seconds = {"plan": planned - clock, "tune": tuned - planned, "calibrate": calibrated - tuned}
+        seconds = {"plan": planned - clock - seconds.get("merge", 0.0), **seconds}
+        seconds |= {"tune": tuned - planned, "calibrate": calibrated - tuned}
         write_model(plan, desk.place, desk.journal)
         seconds |= {"write": time.perf_counter() - calibrated, "measure": watcher.seconds}
         seconds["total"] = time.perf_counter() - clock

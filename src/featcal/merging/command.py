@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..dist import process_group
-from ..output import RESOLVED, _locked
+from ..output import RESOLVED, hold
 from ..plan import Plan
 from ..recipe import Recipe, load_recipe, recipe_to_yaml
 from ..writer import OutputFolder, atomic_write
-from .folder import fingerprint, make_merge, method_of, prepare_merge
+from .folder import clear, fingerprint, make_merge, method_of, prepare_merge
 
 
 @dataclass
@@ -37,9 +37,10 @@ def merge(
     trust_remote_code: bool = False,
     progress: bool = True,
 ) -> Merged:
-    """Carry out a recipe's `merged: {method: …}` into the folder `output`. Under torchrun the first process does it all.
+    """Carry out a recipe's `merged: {method: …}` into the folder `output`.
 
-    The same call goes on after an interruption, as far as the method allows (`docs/mergers.md`).
+    The same call goes on after an interruption, as far as the method allows (`docs/mergers.md`). Under torchrun the
+    first process does all the work.
 
     Args:
         recipe: a `Recipe`, or the path of a recipe file.
@@ -69,14 +70,10 @@ def merge(
 def _merge_into(
     plan: Plan, output: str | Path, recipe: Recipe, overwrite: bool, fresh: bool, progress: bool
 ) -> dict[str, Any]:
-    assert plan.base is not None
-    sources = [Path(spec.data.source) for spec in recipe.tasks.values()]
-    inputs = [model.checkpoint.folder for model in (plan.base, *plan.experts.values())]
-    inputs += [path for path in sources if path.exists()]
-    place = OutputFolder(output, inputs, overwrite)
-    with _locked(place.part):
+    OutputFolder(output, overwrite=overwrite)  # an interrupted merge has no say in whether OUT may be replaced
+    with hold(plan, output, overwrite) as place:
         if fresh:
-            place.start_over()
+            clear(place)
         made = make_merge(plan, place, fingerprint(plan), progress=progress)
         with atomic_write(place.out / RESOLVED) as file:
             file.write(recipe_to_yaml(recipe).encode())
