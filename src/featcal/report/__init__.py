@@ -4,11 +4,12 @@ from .build import make_report, task_entry, write_report_json
 from .figures import save_figures
 from .page import render, write_report
 from .schema import Report, parse_scores, read_report
-from .terminal import print_summary, summary_table
+from .terminal import drift_table, print_summary, summary_table
 from .words import headline, worse_tasks
 
 __all__ = [
     "Report",
+    "drift_table",
     "headline",
     "make_report",
     "parse_scores",
