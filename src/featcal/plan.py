@@ -5,28 +5,28 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from .adapters import open_model
 from .blocks import find_blocks
+from .cost import Cost, available_memory, estimate, folder_bytes
 from .data import Batches, ModelInput, Samples, check_vocab, find_processor, load_samples, make_batches
 from .errors import InputError
 from .merging import merger_from
 from .names import KeyMap, model_class, skeleton, untie
-from .network import compute_dtype, pick_device
+from .network import pick_device
 from .reader import Checkpoint, open_checkpoint
 from .recipe import MergeSpec, Recipe
-from .skeleton import fill_with_stand_ins
-from .stream import MODEL_ERRORS
-from .targets import BlockInfo, Group, choose, probe, skippable_stem, unit_modules, with_readout
+from .survey import Survey, survey
+from .targets import BlockInfo, unit_modules
+from .writer import side_files
 
 T = TypeVar("T")
 HELD_OUT = 1 / 8
@@ -53,16 +53,6 @@ class Model:
     label: str
     checkpoint: Checkpoint
     keymap: KeyMap
-
-
-@dataclass
-class Cost:
-    """Estimates for one process."""
-
-    memory_bytes: int
-    activation_bytes: int
-    disk_bytes: int
-    seconds: float
 
 
 @dataclass
@@ -112,38 +102,54 @@ def prepare(
         tokenizer: folder of the tokenizer / image processor, when no model brings one.
         read_data: whether the samples are needed, and with them the blocks; a data-free merge does without.
     """
-    plan = Plan(recipe, pick_device(recipe.device))
-    spec = recipe.merged
-    if isinstance(spec, MergeSpec):
-        plan.attempt(lambda: merger_from({"method": spec.method, **spec.parameters}).check(len(recipe.tasks)))
-    refs = {
-        "merged": recipe.base if isinstance(spec, MergeSpec) else spec,
-        "base": recipe.base,
-        **{f"expert '{t}'": s.expert for t, s in recipe.tasks.items()},
-    }
-    base = plan.attempt(lambda: open_checkpoint(recipe.base))
-
-    def opened_model(label: str, ref: str) -> Checkpoint | None:
-        if label == "base":
-            return base
-        return plan.attempt(lambda: open_model(ref, base=base, trust_remote_code=trust_remote_code))
-
-    opened = {label: opened_model(label, ref) for label, ref in refs.items()}
-    checkpoints = {label: checkpoint for label, checkpoint in opened.items() if checkpoint is not None}
-    for checkpoint in checkpoints.values():
-        plan.problems += checkpoint.check()
-    if plan.problems:
+    plan = Plan(recipe, torch.device("cpu"))
+    plan.device = plan.attempt(lambda: _device(recipe.device)) or plan.device
+    checkpoints = _open_models(plan, trust_remote_code)
+    if not checkpoints:
         return plan
     _map_models(plan, checkpoints, trust_remote_code)
-    if plan.problems or plan.merged is None or not read_data:
+    some = plan.merged or plan.base or next(iter(plan.experts.values()), None)
+    if some is None or not read_data:
         return plan
-    _load_data(plan, refs, tokenizer, trust_remote_code)
-    if plan.tasks and not plan.problems:
-        plan.attempt(lambda: _survey(plan))
-    if plan.blocks:
-        _compare(plan)
-        plan.cost = estimate(plan)
+    _load_data(plan, some, checkpoints, tokenizer, trust_remote_code)
+    seen = None
+    if plan.tasks:
+        seen = plan.attempt(lambda: _survey(plan, some, trust_remote_code))
+    if seen is not None and plan.merged is not None:
+        _compare(plan, seen)
+    if seen is not None and not plan.problems:
+        plan.cost = _cost(plan, seen)
     return plan
+
+
+def _device(wanted: str) -> torch.device:
+    """The device of a recipe, if this machine has it; `cuda` is the local rank's GPU."""
+    kind, _, index = wanted.partition(":")
+    count = {"cuda": torch.cuda.device_count, "xpu": torch.xpu.device_count}.get(kind, lambda: 1)()
+    if (kind == "mps" and not torch.backends.mps.is_available()) or int(index or 0) >= count:
+        raise InputError(f"device: this machine has no {wanted}; write auto, or cpu")
+    return pick_device("auto" if wanted == "cuda" else wanted)
+
+
+def _open_models(plan: Plan, trust: bool) -> dict[str, Checkpoint]:
+    """The checkpoints that are sound, by label; the base stands for a merge that is still to be performed."""
+    recipe, spec = plan.recipe, plan.recipe.merged
+    if isinstance(spec, MergeSpec):
+        plan.attempt(lambda: merger_from({"method": spec.method, **spec.parameters}).check(len(recipe.tasks)))
+    base = plan.attempt(lambda: open_checkpoint(recipe.base))
+    opened: dict[str, Checkpoint | None] = {"merged": base, "base": base}
+    if not isinstance(spec, MergeSpec):
+        opened["merged"] = plan.attempt(lambda: open_model(spec, base=base, trust_remote_code=trust))
+    for task, entry in recipe.tasks.items():
+        ref = entry.expert
+        opened[f"expert '{task}'"] = plan.attempt(lambda r=ref: open_model(r, base=base, trust_remote_code=trust))  # type: ignore[misc]
+    sound: dict[str, Checkpoint] = {}
+    for label, checkpoint in opened.items():
+        problems = checkpoint.check() if checkpoint is not None else []
+        plan.problems += problems
+        if checkpoint is not None and not problems:
+            sound[label] = checkpoint
+    return sound
 
 
 def adopt(plan: Plan, folder: Path) -> None:
@@ -162,16 +168,17 @@ def _map_models(plan: Plan, checkpoints: dict[str, Checkpoint], trust: bool) -> 
         label: plan.attempt(lambda a=label, c=checkpoint: map_model(a, c, kind, trust))  # type: ignore[misc]
         for label, checkpoint in checkpoints.items()
     }
-    plan.merged, plan.base = made["merged"], made["base"]
+    plan.merged, plan.base = made.get("merged"), made.get("base")
     for task in plan.recipe.tasks:
-        model = made[f"expert '{task}'"]
+        model = made.get(f"expert '{task}'")
         if model is not None:
             plan.experts[task] = model
 
 
 def _common_class(checkpoints: dict[str, Checkpoint], trust: bool) -> type[PreTrainedModel]:
     """The merged model's class, or the experts' when they are a tower of it (vision towers of a whole CLIP)."""
-    whole = model_class(checkpoints["merged"], trust_remote_code=trust)
+    first = next(label for label in ("merged", "base", *checkpoints) if label in checkpoints)
+    whole = model_class(checkpoints[first], trust_remote_code=trust)
     kinds = {model_class(c, trust_remote_code=trust) for label, c in checkpoints.items() if label.startswith("expert")}
     towers = getattr(whole.config_class, "sub_configs", {}).values()
     tower = kinds.pop() if len(kinds) == 1 else whole
@@ -186,11 +193,12 @@ def map_model(label: str, checkpoint: Checkpoint, kind: type[PreTrainedModel], t
     return Model(label, checkpoint, keymap)
 
 
-def _load_data(plan: Plan, refs: dict[str, str], tokenizer: str | None, trust: bool) -> None:
-    assert plan.merged is not None
+def _load_data(
+    plan: Plan, some: Model, checkpoints: Mapping[str, Checkpoint], tokenizer: str | None, trust: bool
+) -> None:
+    """Samples and batches of every task, for the kind of input that `some` model reads."""
     recipe, settings = plan.recipe, plan.recipe.calibration
-    config = plan.merged.keymap.model.config
-    reads = ModelInput.from_config(config)  # type: ignore[arg-type]
+    reads = ModelInput.from_config(some.keymap.model.config)  # type: ignore[arg-type]
     held_out = max(int(settings.samples * HELD_OUT), 1)
 
     def load(task: str) -> Samples:
@@ -202,9 +210,9 @@ def _load_data(plan: Plan, refs: dict[str, str], tokenizer: str | None, trust: b
     processor = plan.attempt(
         lambda: find_processor(
             reads,
-            refs["merged"],
-            refs["base"],
-            {task: spec.expert for task, spec in recipe.tasks.items()},
+            recipe.merged if isinstance(recipe.merged, str) and "merged" in checkpoints else None,
+            recipe.base if "base" in checkpoints else None,
+            {task: spec.expert for task, spec in recipe.tasks.items() if f"expert '{task}'" in checkpoints},
             override=tokenizer,
             parts=parts,
             trust_remote_code=trust,
@@ -230,34 +238,35 @@ def _load_data(plan: Plan, refs: dict[str, str], tokenizer: str | None, trust: b
             if made is not None:
                 plan.tasks[task] = made
     for task, data in plan.tasks.items():
-        for model in (plan.merged, plan.experts[task]):
-            embedding = model.keymap.model.get_input_embeddings() if reads.kind in ("text", "seq2seq") else None
-            rows = getattr(embedding, "num_embeddings", None)
-            if rows is not None:
+        for model in (plan.merged, plan.experts.get(task)):
+            rows = None if model is None or reads.kind == "image" else _vocabulary(model)
+            if model is not None and rows:
                 plan.attempt(lambda b=data.batches, r=rows, m=model: check_vocab(b, r, m.label))  # type: ignore[misc]
+    if plan.tasks and settings.tune == "auto" and not any(data.held_out.batches for data in plan.tasks.values()):
+        plan.problems.append("tune: no held-out samples; give more data, or choose the settings with tune: off")
 
 
-def _survey(plan: Plan) -> None:
-    """Blocks, groups and kept modules, from one forward of a stand-in without memory on the first sample."""
-    assert plan.merged is not None
-    kind = type(plan.merged.keymap.model)
-    model = skeleton(plan.merged.checkpoint, kind=kind)  # type: ignore[arg-type]
-    fill_with_stand_ins(model)
-    batch = next(iter(plan.tasks.values())).batches[0]
-    model.config.use_cache = False
-    settings = plan.recipe.calibration
-    try:
-        with torch.no_grad():
-            infos = probe(model, find_blocks(model), batch)
-            one = {key: value[:1] for key, value in batch.items()}
-            plan.stem = skippable_stem(model, [info.name for info in infos], one, None)
-    except MODEL_ERRORS as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{kind.__name__} refuses the first batch: {error}") from error
-    plan.blocks = choose(with_readout(infos, model, settings.token_weights), model, settings)
+def _vocabulary(model: Model) -> int:
+    """Rows of the input embedding in the file; 0 when it cannot be told."""
+    root = model.keymap.model
+    reader = getattr(root, "text_model", root)  # of a model that reads text and images
+    if not isinstance(reader, PreTrainedModel):
+        return 0
+    weight = reader.get_input_embeddings().weight
+    names = [name for name, parameter in model.keymap.parameters.items() if parameter is weight]
+    keys = model.keymap.keys(names[0]) if names else ()
+    return model.checkpoint.shape(keys[0])[0] if len(keys) == 1 else 0
+
+
+def _survey(plan: Plan, some: Model, trust: bool) -> Survey:
+    """Blocks, groups and kept modules, from one forward of a stand-in without memory on two short samples."""
+    batches = {task: data.batches for task, data in plan.tasks.items()}
+    kind: type[PreTrainedModel] = type(some.keymap.model)  # type: ignore[assignment]
+    seen = survey(some.checkpoint, kind, batches, plan.recipe.calibration, trust=trust)
+    plan.blocks, plan.stem = seen.blocks, seen.stem
     for info in plan.blocks:
-        _keep_packed(info, plan.merged.keymap)
+        _keep_packed(info, some.keymap)
+    return seen
 
 
 def _keep_packed(info: BlockInfo, keymap: KeyMap) -> None:
@@ -269,40 +278,86 @@ def _keep_packed(info: BlockInfo, keymap: KeyMap) -> None:
             info.kept |= dict.fromkeys(unit_modules(unit), "stored in another form on disk")
 
 
-def _compare(plan: Plan) -> None:
-    """Shapes inside the blocks must agree; an expert must differ from the base."""
-    assert plan.merged is not None and plan.base is not None
-    inside = tuple(f"{name}." for name in plan.order)
-    wanted = {n: p.shape for n, p in plan.merged.keymap.parameters.items() if n.startswith(inside)}
+def _compare(plan: Plan, seen: Survey) -> None:
+    """What the blocks and their inputs need must be there, in one shape; an expert must differ from the base."""
     for model in (plan.merged, plan.base, *plan.experts.values()):
-        keymap, label = model.keymap, model.label
-        missing = [name for name in wanted if name not in keymap]
-        if missing:
-            plan.problems.append(
-                f"{label} ('{model.checkpoint.name}') lacks {len(missing)} tensors of the merged model's blocks, "
-                f"e.g. {missing[0]}; is it the same architecture with as many layers?"
-            )
-            continue
-        other = keymap.parameters
-        for name, shape in wanted.items():
-            if name not in other or other[name].shape != shape or name in {m[0] for m in keymap.mismatched}:
-                got = tuple(other[name].shape) if name in other else "none"
-                plan.problems.append(f"{label}: {name} has shape {got}, the merged model {tuple(shape)}")
-                break
-        theirs = tuple(f"{block}." for block in find_blocks(keymap.model))
-        if any(name.startswith(theirs) and name not in wanted for name in other):
-            plan.problems.append(f"{label} has more blocks than the merged model; it is another model")
-        outside = [m for m in keymap.mismatched if not m[0].startswith(inside)]
-        plan.notes += [
-            f"{label}: {name} is {shape} in the config and {got} in the file" for name, shape, got in outside
-        ]
+        if model is not None:
+            plan.attempt(lambda m=model: _compare_blocks(plan, m))  # type: ignore[misc]
+            if model is not plan.base:
+                _compare_outside(plan, model, seen)
     for task, model in plan.experts.items():
-        if _equal_in_blocks(plan, model, plan.base):
+        if not plan.problems and plan.base is not None and _equal_in_blocks(plan, model, plan.base):
             plan.problems.append(
                 f"expert '{task}' equals the base in every block; was it fine-tuned, or its adapter never applied?"
             )
-    if not isinstance(plan.recipe.merged, MergeSpec):
+    if not isinstance(plan.recipe.merged, MergeSpec) and not plan.problems:
         _note_unmerged(plan)
+
+
+def _compare_blocks(plan: Plan, model: Model) -> None:
+    """The same blocks with the same shapes as in the merged model."""
+    assert plan.merged is not None
+    inside = tuple(f"{name}." for name in plan.order)
+    wanted = {n: tuple(p.shape) for n, p in plan.merged.keymap.parameters.items() if n.startswith(inside)}
+    keymap, label = model.keymap, model.label
+    missing = [name for name in wanted if name not in keymap]
+    if missing:
+        raise InputError(
+            f"{label} ('{model.checkpoint.name}') lacks {len(missing)} tensors of the merged model's blocks, "
+            f"e.g. {missing[0]}; is it the same architecture with as many layers?"
+        )
+    in_files = {name: got for name, _, got in keymap.mismatched}
+    for name, shape in wanted.items():
+        got = in_files.get(name, tuple(keymap.parameters[name].shape))
+        if got != shape:
+            raise InputError(f"{label}: {name} has shape {got}, the merged model {shape}; it is another model")
+    theirs = tuple(f"{block}." for block in find_blocks(keymap.model))
+    if any(name.startswith(theirs) and name not in wanted for name in keymap.parameters):
+        raise InputError(f"{label} has more blocks than the merged model; it is another model")
+
+
+def _compare_outside(plan: Plan, model: Model, seen: Survey) -> None:
+    """Embeddings and the like: needed for the blocks' inputs, and in a size of their own only where that works."""
+    keymap, label = model.keymap, model.label
+    inside = tuple(f"{name}." for name in plan.order)
+    for name in keymap.missing:
+        if name.startswith(inside):
+            continue
+        if name.rpartition(".")[0] in seen.needed:
+            plan.problems.append(f"{label} ('{model.checkpoint.name}') lacks {name}, which its blocks' inputs need")
+        else:
+            plan.notes.append(f"{label} has no {name}; it is not needed")
+    for name, shape, got in keymap.mismatched:
+        owner = name.rpartition(".")[0]
+        if name.startswith(inside):
+            continue
+        text = f"{label}: {name} is {shape} by the config and {got} in the file"
+        if owner in seen.needed and not isinstance(keymap.model.get_submodule(owner), nn.Embedding):
+            plan.problems.append(f"{text}; correct its config.json")
+        else:
+            plan.notes.append(text)
+    if keymap.unused:
+        more = f" and {len(keymap.unused) - 1} more" if len(keymap.unused) > 1 else ""
+        plan.notes.append(f"{label}: {keymap.unused[0]}{more} are not part of a {type(keymap.model).__name__}")
+
+
+def _cost(plan: Plan, seen: Survey) -> Cost:
+    """Estimates; a note when the memory is not there."""
+    assert plan.merged is not None
+    folder = plan.merged.checkpoint.folder
+    cost = estimate(
+        plan.merged.keymap,
+        len(plan.experts),
+        seen,
+        {task: data.learn.batches for task, data in plan.tasks.items()},
+        {task: data.held_out.batches for task, data in plan.tasks.items()},
+        plan.device,
+        plan.recipe.calibration.schedule,
+        side_files=folder_bytes(folder, side_files(folder).copied),
+    )
+    if cost.memory_bytes > available_memory(plan.device):
+        plan.notes.append("the memory that is free may not do; --max-memory keeps activations on disk")
+    return cost
 
 
 def _note_unmerged(plan: Plan) -> None:
@@ -322,85 +377,3 @@ def _equal_in_blocks(plan: Plan, one: Model, other: Model) -> bool:
                 if not torch.equal(one.keymap.rows(name, index).float(), other.keymap.rows(name, index).float()):
                     return False
     return True
-
-
-# ----------------------------------------------------------------------------------------------------- estimates
-
-IMPORTS = 650 * 2**20
-"""Resident memory of torch and transformers themselves."""
-
-
-def estimate(plan: Plan) -> Cost:
-    """Memory, disk and time of one process, from shapes, rows and a measured rate of matrix products."""
-    assert plan.merged is not None
-    keymap = plan.merged.keymap
-    size = 4 if plan.device.type == "cpu" else 2
-    rows = {task: sum(_rows(batch) for batch in data.batches) for task, data in plan.tasks.items()}
-    samples = {task: sum(len(next(iter(b.values()))) for b in data.learn.batches) for task, data in plan.tasks.items()}
-    width = max((u.width for i in plan.blocks for u in i.units if isinstance(u, Group)), default=0)
-    hidden = min((u.width for i in plan.blocks for u in i.units if isinstance(u, Group)), default=0)
-    peak, operations, read = 0, 0.0, 0
-    for info in plan.blocks:
-        names = [n for n in keymap.parameters if n.startswith(f"{info.name}.")]
-        entries = sum(keymap.parameters[n].numel() for n in names)
-        groups = [unit for unit in info.units if isinstance(unit, Group)]
-        sums = sum(8 * (g.width**2 + sum(g.outputs) * g.width) for g in groups)
-        scratch = sum(8 * (2 * g.width**2) for g in groups)
-        anchors = sum(4 * sum(g.outputs) * g.width for g in groups)
-        largest = max((8 * 4 * g.width**2 for g in groups), default=0)
-        peak = max(peak, 2 * entries * size + anchors + sums + scratch + largest)
-        read += entries * 2 * (len(plan.experts) + 2)
-        for task, count in samples.items():
-            operations += rows[task] * 2.0 * entries * (2.7 if groups else 2.0)
-            operations += sum(_group_operations(g, int(count * g.rows_per_sample)) for g in groups)
-        operations += sum(4 * (g.width**3 / 3 + sum(g.outputs) * g.width**2 * 2) for g in groups)
-    stored = sum(rows.values()) * hidden * size * 2
-    chunk = 4096 * (2 * width + hidden) * 4 * 2
-    weights = sum(map(keymap.checkpoint.nbytes, keymap.checkpoint.keys()))
-    rate = matmul_rate(plan.device)
-    return Cost(
-        memory_bytes=IMPORTS + peak + stored + chunk,
-        activation_bytes=stored,
-        disk_bytes=2 * weights,
-        seconds=operations / (0.6 * rate) + read / 1e9,
-    )
-
-
-def _rows(batch: Any) -> int:
-    """Tokens (or patches, unknown here: samples) of a batch, padding included."""
-    for key in ("input_ids", "pixel_values"):
-        if key in batch:
-            shape = batch[key].shape
-            return int(shape[0] * shape[1]) if key == "input_ids" else int(shape[0]) * 50
-    return len(next(iter(batch.values())))
-
-
-def _group_operations(group: Group, rows: int) -> float:
-    """Multiply-adds times two of a group's moments over one task."""
-    outputs, width = sum(group.outputs), group.width
-    gram = 1.2 * rows * width**2
-    inputs = 2 * rows * width**2 + 4 * outputs * width**2
-    return gram + min(inputs, 4 * rows * outputs * width)
-
-
-def matmul_rate(device: torch.device, size: int = 1024) -> float:
-    """Measured float32 operations per second of a matrix product."""
-    a = torch.randn(size, size, device=device)
-    best = float("inf")
-    for _ in range(4):
-        start = time.perf_counter()
-        float((a @ a)[0, 0])
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
-
-
-def available_memory(device: torch.device) -> int:
-    """Free bytes where the blocks live."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-
-
-def dtype_of_blocks(plan: Plan) -> torch.dtype:
-    """The compute dtype of the merged model's blocks."""
-    assert plan.merged is not None
-    name = next(n for n in plan.merged.keymap.parameters if n.startswith(plan.order[0]))
-    return compute_dtype(plan.merged.keymap.dtype(name), plan.device)

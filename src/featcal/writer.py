@@ -147,6 +147,21 @@ class SideFiles(NamedTuple):
     left: list[str]
 
 
+def side_files(source: Path) -> SideFiles:
+    """What a copy of the folder takes along besides weights, sub-folders included, and what it leaves."""
+    found = SideFiles([], [])
+    for folder, subfolders, files in os.walk(source):
+        subfolders[:] = sorted(name for name in subfolders if name not in _NOT_COPIED)
+        for name in list(subfolders):
+            if (Path(folder) / name).is_symlink():
+                subfolders.remove(name)
+                found.left.append((Path(folder) / name).relative_to(source).as_posix())
+        for name in sorted(files):
+            relative = (Path(folder) / name).relative_to(source)
+            (found.left if _is_weights(relative) else found.copied).append(relative.as_posix())
+    return found
+
+
 class OutputFolder:
     """The folder OUT while it is being made, in a hidden sibling that survives interruption.
 
@@ -218,20 +233,9 @@ class OutputFolder:
         Raises:
             InputError: a link that leaves `source` (it might name any file of the user).
         """
-        result = SideFiles([], [])
-        for folder, subfolders, files in os.walk(source):
-            subfolders[:] = sorted(name for name in subfolders if name not in _NOT_COPIED)
-            for name in list(subfolders):
-                if (Path(folder) / name).is_symlink():
-                    subfolders.remove(name)
-                    result.left.append((Path(folder) / name).relative_to(source).as_posix())
-            for name in sorted(files):
-                relative = (Path(folder) / name).relative_to(source)
-                if _is_weights(relative):
-                    result.left.append(relative.as_posix())
-                else:
-                    self._copy(source, relative)
-                    result.copied.append(relative.as_posix())
+        result = side_files(source)
+        for name in result.copied:
+            self._copy(source, Path(name))
         return result
 
     def _copy(self, source: Path, relative: Path) -> None:
