@@ -23,7 +23,7 @@ from .settings import Calibration, make_settings
 from .stream import MODEL_ERRORS
 from .student import Student
 from .targets import BlockInfo, Group, choose, probe, skippable_stem, with_readout
-from .tune import Tuning, tune
+from .tune import FEWEST, Tuning, tune
 from .update import Record
 
 logger = logging.getLogger("featcal")
@@ -207,10 +207,10 @@ def check_experts(base: nn.Module, experts: Mapping[str, nn.Module], blocks: Seq
 def take_samples(task: str, source: Iterable[Any], settings: Calibration) -> tuple[list[Any], list[Any]]:
     """Batches to learn from, and held-out ones when the settings are tuned.
 
-    The first `samples` samples of an iterable of batches, and an eighth as many after them; when the source has no
-    more, the last fifth of what there is, at most, is held out instead.
+    The first `samples` samples of an iterable of batches, and an eighth as many after them (at least 16); when the
+    source has no more, the last fifth of what there is, at most, is held out instead.
     """
-    held_out = max(settings.samples // 8, 1) if settings.tune == "auto" else 0
+    held_out = max(settings.samples // 8, FEWEST) if settings.tune == "auto" else 0
     batches: list[Any] = []
     missing = settings.samples + held_out
     for batch in source:

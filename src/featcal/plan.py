@@ -26,6 +26,7 @@ from .reader import Checkpoint, open_checkpoint
 from .recipe import MergeSpec, Recipe
 from .survey import Survey, survey
 from .targets import BlockInfo, unit_modules
+from .tune import FEWEST
 from .writer import side_files
 
 T = TypeVar("T")
@@ -199,7 +200,7 @@ def _load_data(
     """Samples and batches of every task, for the kind of input that `some` model reads."""
     recipe, settings = plan.recipe, plan.recipe.calibration
     reads = ModelInput.from_config(some.keymap.model.config)  # type: ignore[arg-type]
-    held_out = max(int(settings.samples * HELD_OUT), 1)
+    held_out = max(int(settings.samples * HELD_OUT), FEWEST)
 
     def load(task: str) -> Samples:
         spec = recipe.tasks[task].data

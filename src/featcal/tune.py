@@ -1,13 +1,14 @@
 """Choose λ, ρ and α without labels: by how close the calibrated outputs come to the experts' on held-out samples.
 
-Criterion: KL(expert ‖ candidate) of the task's scores, averaged over held-out rows, divided by that of the merged model
-as it is, and averaged over tasks: 1 is the merged model, 0 the experts. Candidates walk through the blocks side by side,
-on a part of the samples, so that the experts run once a round. No label and no test row is read: docs/tuning.md.
+Criterion: KL(expert ‖ candidate) of the task's scores, averaged over held-out rows, divided by that of the merged
+model as it is, and averaged over tasks: 1 is the merged model, 0 the experts. Candidates walk through the blocks side
+by side, on a part of the samples, so that the experts run once a round. Labels and test rows are never read.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,8 +35,10 @@ CAP = 4.0
 RHO = (1.0, 2.0, 4.0, 7.0)
 RIDGE = (0.2, 5.0)
 ALPHA = (0.0, 0.6)
-FINE = 1.4
-"""Step of the last round, a factor on ρ and λ."""
+NEIGHBOURS = 4
+"""Held-out samples that a neighbourhood needs at least."""
+SMALLEST = 1e-5
+"""λ from which the search starts when it is given as zero: steps are factors."""
 TEMPERATURE = 0.1
 """Of the substitute criterion's similarities, for models without scores."""
 
@@ -97,7 +100,9 @@ def tune(
 ) -> Tuning:
     """Search λ, ρ, α around `settings` in three rounds, deterministic, coarse to fine.
 
-    1. ρ over RHO at the given λ and α.  2. λ and α around the best.  3. ρ and λ by a factor FINE either way.
+    1. ρ over RHO, at the λ and α of `settings`.  2. λ by a factor RIDGE and α in ALPHA, each from the best so far.
+    3. The bottom of the parabola through the best value and its neighbours, in log ρ, log λ and α: all three at
+       once, and ρ alone.
 
     Raises:
         InputError: no held-out sample.
@@ -108,17 +113,17 @@ def tune(
     total = settings.samples
     samples = min(total, max(total // SHARE, FEWEST))
     search = _Search(bench, scores or {}, samples)
-    search.try_all([settings.model_copy(update={"rho": rho}) for rho in dict.fromkeys((*RHO, settings.rho))])
+    start_at = settings.model_copy(update={"ridge": settings.ridge or SMALLEST})
+    grid = [rho for rho in dict.fromkeys((*RHO, settings.rho)) if rho > 0]
+    search.try_all([start_at.model_copy(update={"rho": rho}) for rho in grid])
     best = search.best.settings
     search.try_all(
         [best.model_copy(update={"ridge": best.ridge * factor}) for factor in RIDGE]
         + [best.model_copy(update={"alpha": alpha}) for alpha in ALPHA]
     )
     best = search.best.settings
-    search.try_all(
-        [best.model_copy(update={"rho": best.rho * f}) for f in (1 / FINE, FINE)]
-        + [best.model_copy(update={"ridge": best.ridge * f}) for f in (1 / FINE**2, FINE**2)]
-    )
+    bottom = {"rho": search.bottom("rho"), "ridge": search.bottom("ridge"), "alpha": search.bottom("alpha")}
+    search.try_all([best.model_copy(update=bottom), best.model_copy(update={"rho": bottom["rho"]})])
     return search.result(time.perf_counter() - start)
 
 
@@ -149,6 +154,14 @@ class _Search:
     def best(self) -> Candidate:
         return min(self.candidates, key=lambda c: c.criterion)
 
+    def bottom(self, name: str) -> float:
+        """The best candidate's value of one setting, moved to the bottom of the parabola through its neighbours."""
+        best = self.best
+        scale, back = (float, float) if name == "alpha" else (math.log, math.exp)
+        points = {scale(getattr(c.settings, name)): c.criterion for c in self.candidates if _differ(c, best) <= {name}}
+        value = back(parabola_bottom(points, scale(getattr(best.settings, name))))
+        return min(max(value, 0.0), 1.0) if name == "alpha" else value
+
     def result(self, seconds: float) -> Tuning:
         best = self.best
         better = best.criterion < 1.0
@@ -164,6 +177,34 @@ class _Search:
         )
 
 
+def _differ(one: Candidate, other: Candidate) -> set[str]:
+    """The settings in which two candidates differ."""
+    return {n for n in ("ridge", "rho", "alpha") if getattr(one.settings, n) != getattr(other.settings, n)}
+
+
+def parabola_bottom(points: Mapping[float, float], best: float) -> float:
+    """Abscissa of the minimum of the parabola through the best point and its two neighbours, kept between these.
+
+    At the edge of what was tried: half a step beyond it.
+    """
+    below, above = (
+        max((x for x in points if x < best), default=None),
+        min((x for x in points if x > best), default=None),
+    )
+    if below is None and above is None:
+        return best
+    if below is None or above is None:
+        inner = below if above is None else above
+        assert inner is not None
+        return best + (best - inner) / 2
+    (x0, y0), (x1, y1), (x2, y2) = ((x, points[x]) for x in (below, best, above))
+    left, right = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
+    curvature = (right - left) / (x2 - x0)
+    if curvature <= 0:
+        return best
+    return min(max((x0 + x1) / 2 - left / (2 * curvature), x0), x2)
+
+
 def _key(settings: Calibration) -> tuple[float, float, float]:
     return round(settings.ridge, 12), round(settings.rho, 9), round(settings.alpha, 9)
 
@@ -172,9 +213,12 @@ def criterion(kl: Mapping[str, float], merged: Mapping[str, float]) -> float:
     """Mean over tasks of the candidate's KL relative to the merged model's, each capped at CAP."""
     ratios = []
     for task, value in kl.items():
-        reference = max(merged[task], 1e-12)
-        ratio = value / reference if value - value == 0 else CAP
-        ratios.append(min(ratio, CAP))
+        if value - value != 0:  # not finite
+            ratios.append(CAP)
+        elif value == merged[task]:
+            ratios.append(1.0)
+        else:
+            ratios.append(min(value / merged[task], CAP) if merged[task] > 0 else CAP)
     return sum(ratios) / len(ratios)
 
 
@@ -211,6 +255,11 @@ def divergences(job: Job, scores: Mapping[str, Scores]) -> tuple[list[dict[str, 
         if experts:
             kind = "feature neighbourhoods"
             reference = torch.cat(experts)
+            if len(reference) < NEIGHBOURS:
+                raise InputError(
+                    f"tune: without scores, task '{task.name}' needs {NEIGHBOURS} held-out samples and has "
+                    f"{len(reference)}; give more samples, a scores function, or settings of your own"
+                )
             totals = [float(neighbourhood_kl(reference, torch.cat(own)).sum()) for own in features]
         for place in range(len(job.students)):
             sums[place][task.name] = (totals[place], count)

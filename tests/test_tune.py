@@ -1,0 +1,166 @@
+"""The tuner: deterministic, label-free, guarded; candidates side by side equal candidates one by one."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+import featcal
+import pico
+from featcal import tune
+from featcal.api import open_bench
+from featcal.bench import Bench
+from featcal.calibrate import calibrate
+from featcal.errors import InputError
+from featcal.settings import Calibration, make_settings
+
+
+def bench_of(setup: pico.Setup, stack: ExitStack, settings: Calibration) -> Bench:
+    data = {task: [*batches, *batches] for task, batches in setup.data.items()}
+    return open_bench(stack, setup.merged, setup.base, setup.experts, data, settings, setup.blocks, torch.device("cpu"))
+
+
+@pytest.fixture
+def setup() -> pico.Setup:
+    return pico.family_setup("bert", noise=0.3)
+
+
+def settings_of(setup: pico.Setup, **fields: Any) -> Calibration:
+    return make_settings(tune="auto", samples=4, **fields)
+
+
+def test_candidates_side_by_side_equal_candidates_one_by_one(setup: pico.Setup) -> None:
+    wanted = [settings_of(setup, rho=rho, ridge=ridge) for rho, ridge in ((1.0, 0.05), (3.0, 0.01), (0.5, 1.0))]
+    with ExitStack() as stack:
+        bench = bench_of(setup, stack, wanted[0])
+        together = bench.job(wanted, onlooker=True)
+        calibrate(together)
+        rows, _ = tune.divergences(together, {})
+        for one, expected in zip(wanted, rows, strict=False):
+            alone = bench.job([one], onlooker=True)
+            calibrate(alone)
+            assert tune.divergences(alone, {})[0] == [expected, rows[-1]]
+
+
+def test_the_onlooker_is_the_merged_model(setup: pico.Setup) -> None:
+    """Its divergence equals that of whole-model forwards."""
+    with ExitStack() as stack:
+        bench = bench_of(setup, stack, settings_of(setup))
+        job = bench.job([settings_of(setup)], onlooker=True)
+        calibrate(job)
+        rows, kind = tune.divergences(job, {})
+        held_out = bench.held_out
+    assert kind == "scores"
+    for task, expert in setup.experts.items():
+        divergences = []
+        for batch in held_out[task]:
+            with torch.no_grad():
+                log_p = expert(**batch).logits.log_softmax(-1)
+                log_q = setup.merged(**batch).logits.log_softmax(-1)
+            divergences += (log_p.exp() * (log_p - log_q)).sum(-1).tolist()
+        assert rows[-1][task] == pytest.approx(sum(divergences) / len(divergences), rel=1e-4)
+
+
+def test_same_inputs_same_choice_and_weights(setup: pico.Setup) -> None:
+    data = {task: [*batches, *batches] for task, batches in setup.data.items()}
+    results = [
+        featcal.calibrate(
+            setup.merged, base=setup.base, experts=setup.experts, data=data, samples=4, tune="auto", progress=False
+        )
+        for _ in range(2)
+    ]
+    assert results[0].tuning is not None and results[1].tuning is not None
+    assert results[0].settings == results[1].settings
+    assert [c.criterion for c in results[0].tuning.candidates] == [c.criterion for c in results[1].tuning.candidates]
+    for a, b in zip(results[0].model.parameters(), results[1].model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_nothing_better_than_the_merged_model_returns_it(monkeypatch: pytest.MonkeyPatch, setup: pico.Setup) -> None:
+    monkeypatch.setattr(tune, "criterion", lambda kl, merged: 1.5)
+    data = {task: [*batches, *batches] for task, batches in setup.data.items()}
+    result = featcal.calibrate(
+        setup.merged, base=setup.base, experts=setup.experts, data=data, samples=4, tune="auto", progress=False
+    )
+    assert result.tuning is not None and result.tuning.chosen is None
+    assert set(result.tuning.worse) == set(setup.experts)
+    for a, b in zip(result.model.parameters(), setup.merged.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+class Poisoned:
+    """A label that may not even be looked at."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError("a label was read")
+
+
+def test_labels_are_never_read(setup: pico.Setup) -> None:
+    data = {task: [(batch, Poisoned()) for batch in [*batches, *batches]] for task, batches in setup.data.items()}
+    result = featcal.calibrate(
+        setup.merged, base=setup.base, experts=setup.experts, data=data, samples=4, tune="auto", progress=False
+    )
+    assert result.tuning is not None
+
+
+def test_held_out_samples_never_enter_a_moment(setup: pico.Setup) -> None:
+    with ExitStack() as stack:
+        bench = bench_of(setup, stack, settings_of(setup))
+        job = bench.job([settings_of(setup)], onlooker=True)
+        calibrate(job)
+        plain = {k: v.clone() for k, v in job.students[0].overrides.items()}
+        bench.held_out = {task: [{**b, "input_ids": b["input_ids"] * 0 + 5} for b in bs]
+                          for task, bs in bench.held_out.items()}  # fmt: skip
+        other = bench.job([settings_of(setup)], onlooker=True)
+        calibrate(other)
+        assert all(torch.equal(plain[name], value) for name, value in other.students[0].overrides.items())
+
+
+def test_without_held_out_samples_it_says_so(setup: pico.Setup) -> None:
+    with ExitStack() as stack:
+        bench = bench_of(setup, stack, settings_of(setup))
+        bench.held_out = {task: [] for task in bench.held_out}
+        with pytest.raises(InputError, match="held-out"):
+            tune.tune(bench, settings_of(setup))
+
+
+def test_the_criterion_weighs_tasks_alike_and_caps_a_bad_head() -> None:
+    merged = {"a": 0.1, "b": 100.0}
+    assert tune.criterion({"a": 0.05, "b": 50.0}, merged) == pytest.approx(0.5)
+    assert tune.criterion({"a": 0.05, "b": math.inf}, merged) == pytest.approx((0.5 + tune.CAP) / 2)
+    assert tune.criterion({"a": 0.05, "b": math.nan}, merged) == pytest.approx((0.5 + tune.CAP) / 2)
+    assert tune.criterion(merged, merged) == 1.0
+
+
+def test_parabola() -> None:
+    assert tune.parabola_bottom({-1.0: 3.0, 0.0: 1.0, 1.0: 3.0}, 0.0) == 0.0
+    points = {x: (x - 0.3) ** 2 + 2 for x in (-1.0, 0.0, 2.0)}
+    assert tune.parabola_bottom(points, 0.0) == pytest.approx(0.3)
+    assert tune.parabola_bottom({0.0: 2.0, 1.0: 1.0}, 1.0) == 1.5
+    assert tune.parabola_bottom({0.0: 1.0}, 0.0) == 0.0
+    assert tune.parabola_bottom({0.0: 1.0, 1.0: 1.0, 2.0: 1.0}, 1.0) == 1.0
+
+
+def test_neighbourhoods_agree_for_equal_features_and_rank_noise() -> None:
+    features = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
+    exact = tune.neighbourhood_kl(features, features)
+    little, much = (tune.neighbourhood_kl(features, features + s * noise).mean() for s in (0.1, 1.0))
+    assert exact.abs().max() < 1e-12 and 0 < little < much
+
+
+def test_a_model_without_scores_is_tuned_by_neighbourhoods() -> None:
+    setup = pico.family_setup("clip-vision", noise=0.3)
+    with ExitStack() as stack:
+        bench = bench_of(setup, stack, settings_of(setup))
+        bench.held_out = {task: [*bench.held_out[task], *bench.learn[task]] for task in bench.held_out}
+        found = tune.tune(bench, settings_of(setup))
+        bench.held_out = {task: batches[:1] for task, batches in bench.held_out.items()}
+        with pytest.raises(InputError, match="needs 4 held-out samples"):
+            tune.tune(bench, settings_of(setup))
+    assert found.kind == "feature neighbourhoods"
+    assert len(found.candidates) >= 9 and all(c.criterion > 0 for c in found.candidates)
