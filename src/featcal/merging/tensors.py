@@ -46,24 +46,19 @@ class Names:
     """The base's tensors by their keys on disk.
 
     Attributes:
-        own: keys to merge, in the file's order.
-        shared: key → the first key of the same tied tensor, which the file holds twice.
+        own: keys to merge, in the order in which the file needs them.
+        shared: further keys of tied tensors that the file holds twice → the one that is merged, the embedding's.
     """
 
     def __init__(self, base: Model) -> None:
         self.base = base
         self._names = _names_by_key(base)
-        order = {key: place for place, key in enumerate(base.checkpoint.keys())}
-        groups: dict[str, set[str]] = {}
+        self.shared: dict[str, str] = {}
         for name, anchor in base.keymap.tied.items():
             one, other = base.keymap.key(name), base.keymap.key(anchor)
             if one is not None and other is not None and one != other:
-                groups.setdefault(other, {other}).add(one)
-        self.shared: dict[str, str] = {}
-        for group in groups.values():
-            first = min(group, key=order.__getitem__)
-            self.shared |= {key: first for key in group if key != first}
-        self.own = [key for key in order if key not in self.shared]
+                self.shared[one] = other
+        self.own = list(dict.fromkeys(map(self.first, base.checkpoint.keys())))
 
     def first(self, key: str) -> str:
         """The key under which a tied tensor is merged."""
