@@ -36,6 +36,8 @@ TokenizerOption = Annotated[
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="run modelling code that comes with a checkpoint")
 ]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="replace a non-empty output folder")]
+FreshOption = Annotated[bool, typer.Option("--fresh", help="start over instead of resuming")]
 
 
 @app.callback()
@@ -80,8 +82,8 @@ def calibrate(
     recipe: RecipeArgument,
     output: OutputOption,
     overrides: SetOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a non-empty output folder")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="start over instead of resuming")] = False,
+    overwrite: OverwriteOption = False,
+    fresh: FreshOption = False,
     max_memory: Annotated[
         str | None, typer.Option("--max-memory", help="memory for activations, e.g. 8GB; beyond it they go to disk")
     ] = None,
@@ -111,6 +113,32 @@ def calibrate(
         worse = worse_tasks(Report.model_validate(outcome.report))
         if strict and worse:
             raise RunError(f"these tasks got worse on held-out samples: {', '.join(worse)} (--strict)")
+
+
+@app.command()
+def merge(
+    recipe: RecipeArgument,
+    output: OutputOption,
+    overrides: SetOption = None,
+    overwrite: OverwriteOption = False,
+    fresh: FreshOption = False,
+    tokenizer: TokenizerOption = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Carry out only the merge of a recipe (`merged: {method: …}`), into a folder that loads like the base."""
+    from .merging.command import merge as run_merge
+
+    made = run_merge(
+        recipe,
+        output,
+        overrides=overrides or (),
+        overwrite=overwrite,
+        fresh=fresh,
+        tokenizer=tokenizer,
+        trust_remote_code=trust_remote_code,
+        progress=logger.isEnabledFor(logging.INFO),
+    )
+    out.print(f"{made.output}  ({made.method}, {made.seconds:.0f} s, {len(made.notes)} notes)", markup=False)
 
 
 def main() -> None:
