@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -262,9 +262,17 @@ def output_drift(
     `l2` ‖δ‖₂, `linf` ‖δ‖_∞, `kl` KL(softmax z^E ‖ softmax z^M) in nats, `agreement` 1 where the top class is the same.
     With `bound` and a known head: `bound` B ‖u^M − u^E‖ + ‖r‖ of Prop. 3 (Eq. 7) at the final feature u, with
     r = ψ^M(u^E) − ψ^E(u^E), and `bound_ratio` ‖δ‖₂ / bound, at most 1.
+    Of vocabularies that were extended on one side the common tokens count; heads of other classes are not compared.
     """
     if expert.scores is None or model.scores is None:
         return {}
+    if expert.scores.shape[-1] != model.scores.shape[-1]:
+        pairs = ((expert, expert.scores), (model, model.scores))
+        if expert.scores.dim() < 3:
+            return {}
+        common = min(expert.scores.shape[-1], model.scores.shape[-1])
+        cut = [replace(tail, scores=scores[..., :common]) for tail, scores in pairs]
+        return output_drift(cut[0], cut[1], batch, readout, device)
     rows = Rows(expert.scores, keep_mask(expert.scores, batch, readout))
     exact = expert.scores.shape[-1] <= VOCABULARY
     head = model.head if bound and model.feature.shape[:-1] == model.scores.shape[:-1] else None
