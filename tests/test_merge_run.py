@@ -20,6 +20,7 @@ from transformers import BertModel, CLIPVisionModel, LlamaForCausalLM
 import featcal.merging.tensors
 import folders
 import pico
+from featcal.cli import main
 from featcal.errors import InputError, RunError
 from featcal.merging import REGISTRY, get_merger, merge_modules, merge_state_dicts
 from featcal.merging.command import merge
@@ -398,3 +399,15 @@ def test_outputs_are_not_replaced_unasked_and_inputs_never(made_jobs: dict[str, 
     assert not (tmp_path / "out" / "mine.txt").exists() and (tmp_path / "out" / MADE).exists()
     with pytest.raises(InputError, match="must stay intact"):
         merge(recipe, recipe.parent / "task0", overwrite=True, progress=False)
+
+
+def test_the_command_prints_where_the_merge_is(
+    made_jobs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(made_jobs["bert"]), "-o", str(tmp_path / "out"), "--set", setting("tsv_m")]
+    monkeypatch.setattr(sys, "argv", ["featcal", "-q", "merge", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert capsys.readouterr().out.replace("\n", "").startswith(f"{tmp_path / 'out'}  (tsv_m, ")
+    assert (tmp_path / "out" / MADE).is_file()
