@@ -19,6 +19,7 @@ from torch import Tensor
 from .bench import Bench
 from .calibrate import Job
 from .calibrate import calibrate as run_job
+from .card import write_card
 from .dist import Comm, process_group
 from .drift.results import TaskDrift, merge_parts
 from .drift.watcher import Watcher
@@ -139,6 +140,7 @@ def run(
         outcome.report = report_of(plan, outcome, drift, tuning, fingerprint=marks)
         write_report_json(desk.place.out, outcome.report)
         write_report(desk.place.out)
+        write_card(desk.place.out)
         desk.place.publish()
     return outcome
 
