@@ -475,3 +475,23 @@ def test_a_recipe_without_spare_rows_says_so(tmp_path: Any):
     file = save_text_recipe(tmp_path, 8)
     with pytest.raises(InputError, match="reads every row"):
         evaluate_recipe(file, progress=False)
+
+
+def test_the_command_prints_and_saves_scores(tmp_path: Any):
+    import typer
+    from typer.testing import CliRunner
+
+    from featcal.evaluate.command import evaluate_command, read_classes
+
+    file = save_text_recipe(tmp_path, 30)
+    app = typer.Typer()
+    app.command()(evaluate_command)
+    words = [str(file), "--model", str(tmp_path / "merged"), "--only", "-o", str(tmp_path / "out"), "--no-progress"]
+    ran = CliRunner().invoke(app, words)
+    assert ran.exit_code == 0, ran.output
+    assert "accuracy" in ran.output
+    assert (tmp_path / "out" / "merged.scores.json").is_file()
+    (tmp_path / "names.txt").write_text("cat\n\ndog\nthe {}!\n")
+    assert read_classes(f"pets={tmp_path / 'names.txt'}") == ("pets", (["cat", "dog"], ["the {}!"]))
+    with pytest.raises(InputError, match="expected TASK=FILE"):
+        read_classes("pets")

@@ -631,3 +631,139 @@ def test_the_store_keeps_rows_and_refuses_other_jobs(tmp_path: Path):
     assert (row.value("t"), row.average(("t",)), row.average(("t", "u"))) == (50.0, 50.0, None)
     with pytest.raises(InputError, match="holds results with suite='a', not 'b'"):
         Store(tmp_path, {"suite": "b", "limit": None})
+
+
+# ---- command line
+
+
+def run_command(*words: str) -> Any:
+    import typer
+    from typer.testing import CliRunner
+
+    from featcal.suites.command import bench_command
+
+    app = typer.Typer()
+    app.command()(bench_command)
+    return CliRunner().invoke(app, list(words))
+
+
+def test_the_command_lists_plans_and_runs(tmp_path: Path):
+    listed = run_command()
+    assert listed.exit_code == 0 and all(name[:12] in listed.output for name in suite_names())
+    planned = run_command("flan-t5-large-glue", "--plan")
+    assert planned.exit_code == 0
+    assert "tanganke/flan-t5-large_glue-stsb_lora-16" in planned.output
+    assert "nyu-mll/glue (mnli): train, validation_matched" in planned.output
+    words = ["--tasks", "dtd", "--upstreams", "average", "--methods", "featcal", "--stand-in", "--samples", "8"]
+    words += ["--limit", "6", "--device", "cpu", "--no-progress", "-o", str(tmp_path), "--set", "alpha=0.5"]
+    ran = run_command("clip-vit-b32-ta8", *words)
+    assert ran.exit_code == 0, ran.output
+    assert "average + featcal" in (tmp_path / "table.md").read_text()
+    row = json.loads((tmp_path / "rows" / "pre-trained.json").read_text())
+    assert row["scores"]["dtd"]["accuracy"]["n"] == 6
+    assert json.loads((tmp_path / "bench.json").read_text())["settings"] == {"alpha": 0.5}
+    studied = run_command("clip-vit-b32-ta8", *words, "--study", "cost")
+    assert studied.exit_code == 0 and (tmp_path / "cost.png").is_file()
+    wrong = run_command("clip-vit-b32-ta8", *words, "--set", "alpah=0.5")
+    assert isinstance(wrong.exception, InputError) and "did you mean 'alpha'" in str(wrong.exception)
+
+
+# ---- suites that are made on this machine
+
+
+def test_pictures_for_vision_small():
+    from featcal.suites import vision
+
+    learn, test = vision.split(vision.read_digits(), seed=1)
+    assert (len(learn), len(test)) == (1437, 360)
+    assert learn.images.shape == (1437, 28, 28) and learn.images.dtype == np.uint8
+    assert learn.images[:, :2].max() == 0 and learn.images.max() == 255
+    keys = {image.tobytes() for image in learn.images}
+    assert sum(image.tobytes() in keys for image in test.images) <= 1
+    letters, unseen = vision.draw_letters(100, 200)
+    assert (len(letters), len(unseen)) == (100, 200)
+    assert set(np.unique(unseen.labels)) == set(range(26))
+    again, _ = vision.draw_letters(100, 200)
+    assert np.array_equal(letters.images, again.images), "the drawing is seeded"
+    with pytest.raises(InputError, match="no class names"):
+        class_names("letters")
+    assert {class_names(name)[0][1] for name in vision.CLASSES.values()} == {"1", "Trouser", "B"}
+
+
+def test_vision_small_is_built_and_runs(tmp_path: Path, monkeypatch: Any):
+    from featcal.suites import vision
+    from featcal.suites.training import Training
+
+    digits = vision.read_digits()
+    few = {name: (digits.pick(np.arange(40)), digits.pick(np.arange(40, 60))) for name in vision.CLASSES}
+    monkeypatch.setattr(vision, "load_pictures", lambda: few)
+    quick = Training(steps=2, batch_size=8, learning_rate=1e-3)
+    vision.build(tmp_path / "m", progress=False, recipe=vision.Recipe(32, 2, 7, quick, quick))
+    monkeypatch.setattr(vision, "load_pictures", lambda: pytest.fail("built twice"))
+    how: dict[str, Any] = {"upstreams": ["average"], "methods": ["featcal"], "mirror": tmp_path / "m"}
+    result = bench("vision-small", tmp_path / "out", options=SMALL, **how)
+    assert [row.name for row in result.rows] == ["pre-trained", "experts", "average", "average + featcal"]
+    assert result.columns == ("mnist", "fashion", "digits", "letters")
+    materials = Materials(load_suite("vision-small"), Mirror(tmp_path / "m"), "cpu")
+    batch = materials.reader("mnist")([materials.rows("mnist", test=True)[0]])["pixel_values"]
+    torch.testing.assert_close(batch, vision.pixels_of(few["mnist"][1].images[:1]), atol=1e-5, rtol=0)
+    frozen = [
+        n for n, p in materials.expert("mnist").named_parameters() if torch.equal(p, materials.base.get_parameter(n))
+    ]
+    assert not frozen, "the whole vision tower is fine-tuned"
+
+
+def test_domains_of_smollm2():
+    from featcal.suites import smollm2
+
+    rows = smollm2.arithmetic(300)
+    assert len({row["question"] for row in rows}) == 300
+    for row in rows[:50]:
+        expression = row["question"].removeprefix("Compute ").removesuffix(". Show each step.")
+        assert row["answer"].endswith(f"The answer is {eval(expression)}.")
+    assert smollm2.passages(" ".join(map(str, range(200))), 90)[1].startswith("90 91")
+    assert len(smollm2.passages("short text", 90)) == 0
+
+
+def test_smollm2_domains_is_built_with_lora_experts_and_runs(tmp_path: Path, monkeypatch: Any):
+    from featcal.suites import smollm2
+    from featcal.suites.training import Training
+
+    build_stand_in(pick_tasks(load_suite("mergebench-llama-3.2-3b"), ["math"]), tmp_path / "pico")
+    texts = [{"text": f"the cat sat on the mat {i} {i + 1}"} for i in range(24)]
+    sums = [{"question": f"{i}", "answer": f"{i + 1}"} for i in range(24)]
+    made = {"arithmetic": sums, "news": texts, "tales": texts, "slovene": texts}
+    monkeypatch.setattr(smollm2, "fetch", lambda wheel: tmp_path)
+    monkeypatch.setattr(smollm2, "domains", lambda wheel: made)
+    monkeypatch.setattr(smollm2, "LEARN", 16)
+    monkeypatch.setattr(smollm2, "TEST", 8)
+    quick = Training(steps=2, batch_size=4, learning_rate=1e-2, warmup=1)
+    base = tmp_path / "pico" / "models" / "meta-llama" / "Llama-3.2-3B-Instruct"
+    smollm2.build(tmp_path / "m", progress=False, training=quick, base=base)
+    how: dict[str, Any] = {"upstreams": ["task_arithmetic"], "methods": ["featcal"], "mirror": tmp_path / "m"}
+    result = bench("smollm2-domains", tmp_path / "out", options=SMALL, **how)
+    assert (tmp_path / "m/models/smollm2/news/adapter_config.json").is_file()
+    row = result.row("task_arithmetic + featcal")
+    assert set(row.scores["news"]) == {"perplexity", "agreement"}
+    expert, start = result.row("experts").value("news"), result.row("pre-trained").value("news")
+    assert expert is not None and start is not None and expert < start, "two steps already help"
+    assert all("." in cell and len(cell.split(".")[1]) == 2 for cell in result.lines()[0][1:]), "two decimals"
+
+
+def test_minilm_texts_are_those_that_no_expert_saw(tmp_path: Path):
+    from featcal.demo.sources import Example
+    from featcal.demo.tasks import Task
+    from featcal.suites.minilm import save_texts
+
+    def texts(kind: str, count: int) -> tuple[Example, ...]:
+        return tuple(Example("ab"[i % 2], f"{kind} {i}") for i in range(count))
+
+    task = Task("comp", ("a", "b"), texts("train", 10), texts("apart", 3), texts("test", 4))
+    save_texts(task, 8, tmp_path / "data")
+    saved = load_from_disk(tmp_path / "data")
+    assert saved["train"]["text"] == ["apart 0", "apart 1", "apart 2", "train 8", "train 9"]
+    assert saved["test"]["label"] == [0, 1, 0, 1]
+    assert saved["train"].features["label"].names == ["a", "b"]
+    suite = load_suite("minilm-text5")
+    assert suite.build == "minilm" and suite.tasks["comp"].head is not None
+    assert suite.tasks["comp"].head.file == "heads/comp.safetensors"  # type: ignore[union-attr]

@@ -41,13 +41,24 @@ def load_suite(name: str, variant: str | None = None) -> Suite:
     known = _index()
     if name not in known:
         raise InputError(f"unknown suite '{name}'{nearest(name, known)}; known: {', '.join(known)}")
-    file, size, list_name = known[name]
-    text = (_PACKAGE / f"{file}.yaml").read_text(encoding="utf-8")
-    published = _PACKAGE / f"{file}.published.yaml"
-    numbers = PublishedFile(sources={})
-    if published.is_file():
-        numbers = _validated(PublishedFile, published.read_text(encoding="utf-8"), published.name)
-    return _resolve(_validated(SuiteFile, text, f"{file}.yaml"), name, size, list_name, variant, numbers)
+    stem, size, list_name = known[name]
+    return _resolve(_suite_file(stem), name, size, list_name, variant, _published_file(stem))
+
+
+@cache
+def _suite_file(stem: str) -> SuiteFile:
+    file = _PACKAGE / f"{stem}.yaml"
+    made: SuiteFile = _validated(SuiteFile, file.read_text(encoding="utf-8"), file.name)
+    return made
+
+
+@cache
+def _published_file(stem: str) -> PublishedFile:
+    file = _PACKAGE / f"{stem}.published.yaml"
+    if not file.is_file():
+        return PublishedFile(sources={})
+    made: PublishedFile = _validated(PublishedFile, file.read_text(encoding="utf-8"), file.name)
+    return made
 
 
 @cache
@@ -58,7 +69,7 @@ def _index() -> dict[str, tuple[str, str, str]]:
         stem = entry.name.removesuffix(".yaml")
         if "." in stem:
             continue
-        file = _validated(SuiteFile, entry.read_text(encoding="utf-8"), entry.name)
+        file = _suite_file(stem)
         for list_name in file.lists or {"": ()}:
             for size in file.sizes:
                 found[file.name.format(size=size, list=list_name)] = (stem, size, list_name)

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from rich.table import Table
 
+from ..evaluate.outcomes import is_percent
 from .results import Row, write_text
 from .schema import Suite
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """A finished run. Percentages, unless the columns are perplexities."""
+    """A finished run. Percentages with one decimal; perplexities with two."""
 
     suite: Suite
     columns: tuple[str, ...]
@@ -33,7 +34,8 @@ class BenchResult:
         for row in self.rows:
             mine = {column: row.value(column) for column in self.columns}
             mine["average"] = row.average(self.columns)
-            lines.append([row.name, *(_number(value) for value in mine.values())])
+            digits = 1 if all(is_percent(next(iter(own))) for own in row.scores.values() if own) else 2
+            lines.append([row.name, *(_number(value, digits) for value in mine.values())])
             published = self.suite.published_scores(row.name)
             if published:
                 lines.append(["  published", *(_number(published.get(column)) for column in mine)])
@@ -94,8 +96,8 @@ def csv_table(header: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
     return text.getvalue()
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
+def _number(value: float | None, digits: int = 1) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def _gap(value: float | None, published: float | None) -> str:

@@ -188,7 +188,7 @@ def read_fashion(folder: Path) -> tuple[Pictures, Pictures]:
     return read("train", TRAIN), read("t10k", TEST)
 
 
-def draw_letters() -> tuple[Pictures, Pictures]:
+def draw_letters(learn: int = TRAIN, test: int = TEST) -> tuple[Pictures, Pictures]:
     """The letters A to Z, light on dark, in matplotlib's text fonts, each moved, turned and resized at random.
 
     Every fourth font is for the test alone.
@@ -199,8 +199,8 @@ def draw_letters() -> tuple[Pictures, Pictures]:
     text = [font for font in fonts if font.name.startswith(("DejaVuSans", "DejaVuSerif", "STIXGeneral", "cmr", "cmss"))]
     text = [font for font in text if "Display" not in font.name]
     generator = np.random.default_rng(2)
-    learn = [font for number, font in enumerate(text) if number % 4 != 3]
-    return _letters(learn, TRAIN, generator), _letters(text[3::4], TEST, generator)
+    known = [font for number, font in enumerate(text) if number % 4 != 3]
+    return _letters(known, learn, generator), _letters(text[3::4], test, generator)
 
 
 def _letters(fonts: Sequence[Path], count: int, generator: np.random.Generator) -> Pictures:
