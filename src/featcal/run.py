@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,7 @@ from .settings import Calibration
 from .skeleton import DiskNetwork
 from .student import Student
 from .targets import BlockInfo, unit_modules
-from .tune import tune
+from .tune import Tuning, tune
 from .update import Record
 from .version import __version__
 
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def run(
-    recipe: Recipe | str | Path,
+    recipe: Recipe | str | Path | Callable[[], Recipe],
     output: str | Path,
     *,
     overrides: Sequence[str] = (),
@@ -70,7 +70,7 @@ def run(
     """Calibrate the merged checkpoint of a recipe into the folder `output`, as `featcal calibrate` does.
 
     Args:
-        recipe: a `Recipe`, or the path of a recipe file.
+        recipe: a `Recipe`, the path of a recipe file, or a function that makes a recipe.
         overrides: `dotted.key=value` each, for a recipe file.
         overwrite: replace a non-empty output.
         fresh: forget an interrupted run instead of going on with it.
@@ -86,7 +86,8 @@ def run(
     with process_group() as comm, ExitStack() as stack:
 
         def ready_plan() -> Plan:
-            chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides)
+            made = recipe() if callable(recipe) else recipe
+            chosen = made if isinstance(made, Recipe) else load_recipe(made, overrides)
             plan = prepare(chosen, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
             plan.check()
             return plan
@@ -181,6 +182,28 @@ def _settings(plan: Plan, bench: Bench, desk: Desk | None) -> tuple[Calibration 
             journal.write_note("tuning", saved)
     chosen = saved["chosen"]
     return (None if chosen is None else Calibration(**chosen)), saved["table"]
+
+
+def choose(
+    recipe: Recipe, *, tokenizer: str | None = None, trust_remote_code: bool = False
+) -> tuple[Tuning | None, str]:
+    """Only the choice of settings, as `featcal tune` does: the search, and the recipe with the best as YAML.
+
+    The search is None on other processes than the first.
+    """
+    with process_group() as comm, ExitStack() as stack:
+
+        def ready_plan() -> Plan:
+            plan = prepare(recipe, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+            plan.check()
+            return plan
+
+        plan = comm.together(ready_plan)
+        tuning = tune(open_bench(plan, comm, stack, None), recipe.calibration)
+    if comm.rank:
+        return None, ""
+    settings = (tuning.chosen or recipe.calibration).model_copy(update={"tune": "off"})
+    return tuning, recipe_to_yaml(recipe.model_copy(update={"calibration": settings, "preset": None}))
 
 
 def build_job(bench: Bench, settings: Calibration | None, journal: Journal | None, progress: bool) -> Job:
