@@ -211,13 +211,13 @@ def tune(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Choose λ, ρ and α without labels: print what was tried and a recipe with the best, ready to use."""
-    from .discover import job_of
+    from .intake import Given
     from .run import choose
     from .show import show_tuning
     from .writer import atomic_write
 
-    job = job_of(recipe, overrides or (), data, base, expert)
-    tuning, text = choose(job.recipe, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+    given = Given(str(recipe), overrides or (), data or (), base, expert or (), False, trust_remote_code)
+    tuning, text = choose(given.recipe(), tokenizer=tokenizer, trust_remote_code=trust_remote_code)
     if tuning is None:
         return
     show_tuning(tuning, Console(stderr=True))

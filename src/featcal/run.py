@@ -29,7 +29,7 @@ from .log import progress_bar
 from .merging.folder import merge_first
 from .output import REPORT, Desk, environment, hold, merge_folder, open_desk, peak_memory, scratch, write_model
 from .plan import Model, Plan, adopt, prepare
-from .recipe import MergeSpec, Recipe, load_recipe
+from .recipe import MergeSpec, Recipe, load_recipe, recipe_to_yaml
 from .report.build import make_report, write_report_json
 from .report.page import write_report
 from .settings import Calibration

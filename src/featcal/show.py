@@ -14,6 +14,7 @@ from .report.schema import Report
 from .report.terminal import print_summary
 from .run import Outcome
 from .targets import BlockInfo, Group
+from .tune import Tuning
 
 
 def show_plan(plan: Plan, console: Console) -> None:
@@ -74,6 +75,21 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
     total = outcome.seconds.get("total", 0.0)
     peak = f"peak {outcome.peak_memory_bytes / 1e9:.2f} GB"
     console.print(f"{outcome.output}  ({_duration(total)}, {peak}; report.html shows more)", markup=False)
+
+
+def show_tuning(tuning: Tuning, console: Console) -> None:
+    """Every candidate, best first; the merged model is 1."""
+    table = Table(
+        "λ ridge", "ρ rho", "α alpha", "criterion", "", title=f"Criterion: {tuning.kind}", title_justify="left"
+    )
+    for candidate in sorted(tuning.candidates, key=lambda c: c.criterion):
+        s, best = candidate.settings, candidate is tuning.best and tuning.chosen is not None
+        table.add_row(*(f"{v:.4g}" for v in (s.ridge, s.rho, s.alpha, candidate.criterion)), "chosen" if best else "")
+    console.print(table)
+    if tuning.chosen is None:
+        console.print("no candidate comes closer to the experts than the merged model as it is")
+    elif tuning.worse:
+        console.print(f"no better than the merged model on: {', '.join(tuning.worse)}", markup=False)
 
 
 def _duration(seconds: float) -> str:
