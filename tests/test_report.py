@@ -202,6 +202,12 @@ def test_headline_names_what_got_worse() -> None:
     mixed = Report.model_validate(sample_report(worse="gtsrb"))
     assert headline(mixed) == ("bad", "It helped on 3 of 4 tasks; 'gtsrb' got worse.")
     assert worse_tasks(mixed) == ["gtsrb"] and worse_tasks(helped) == []
+    assert mixed.tuning is not None
+    untouched = Report.model_validate(mixed.model_dump())
+    assert untouched.tuning is not None
+    for candidate in untouched.tuning.candidates:
+        candidate.chosen = False
+    assert headline(untouched)[1].startswith("Nothing was changed")
     mixed.tasks[0].verdict = "no clear change"
     assert headline(mixed)[1] == "It helped on 2 of 4 tasks; 'gtsrb' got worse; no clear change on 'cars'."
 
@@ -432,6 +438,7 @@ def test_page_says_the_numbers() -> None:
     assert "It helped on 3 of 4 tasks; 'gtsrb' got worse." in text
     assert f"{number(task['drift'][-1]['before'])} → {number(task['drift'][-1]['after'])}" in text
     assert "non-finite features in task 'dtd'" in text and "outside the blocks" in text
+    assert "0.05, chosen without labels (the search began at 0.05)" in text
     assert "featcal calibrate recipe.yaml -o out" in text and "ridge: 0.05" in text and "1.23 GB" in text
 
 

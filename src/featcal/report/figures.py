@@ -53,17 +53,15 @@ def charts(report: Report) -> list[Chart]:
     """All figures that the report's data allow, in reading order."""
     tasks, note = shown_tasks(report)
     viewed = [task for task in tasks if task.view]
+    split = [task for task in tasks if _has_split(task)]
     drifting = [task for task in tasks if any(b.before is not None for b in task.drift)]
+    paired = [task for task in tasks if _pairs(task)]
     made = [
-        _per_task("drift", "Drift, block by block", DRIFT + note, drifting, draw_drift),
+        _per_task("drift", "Drift, block by block", DRIFT + note, drifting, draw_drift, **ROOMY),
         _cosine_chart(report),
-        _per_task(
-            "split", "Where the drift comes from", SPLIT + note, [t for t in drifting if _has_split(t)], draw_split
-        ),
-        _per_task("samples", "Every held-out sample", SAMPLES + note, [t for t in tasks if _pairs(t)], draw_samples),
-        _per_task(
-            "view", "The features in two dimensions", VIEW + note, [t for t in tasks if t.view], draw_view, **CLOUD
-        ),
+        _per_task("split", "Where the drift comes from", SPLIT + note, split, draw_split, **ROOMIER),
+        _per_task("samples", "Every held-out sample", SAMPLES + note, paired, draw_samples),
+        _per_task("view", "The features in two dimensions", VIEW + note, viewed, draw_view, **ROOMY),
         _neighbours_chart(viewed, note),
         _gain_chart(report),
         _tuning_chart(report),
@@ -90,7 +88,9 @@ VIEW = (
 NEIGHBOURS = "The same features by t-SNE: neighbours stay neighbours, distances between groups mean little."
 
 
-CLOUD: dict[str, Any] = {"height": 2.8, "margins": (0.62, 0.66, 0.1, 0.28)}
+ROOMY: dict[str, Any] = {"height": 2.8, "margins": (0.62, 0.66, 0.1, 0.28)}
+"""Room for a legend of one row under the axis; ROOMIER for two."""
+ROOMIER: dict[str, Any] = {"height": 2.95, "margins": (0.62, 0.82, 0.1, 0.28)}
 NAMED = (1.55, 0.46, 0.25, 0.3)
 """Margins for task names on the left."""
 
@@ -129,7 +129,7 @@ def draw_drift(ax: Axes, p: Palette, task: Task) -> None:
     ax.plot(x, [_nan(b.after) for b in blocks], color=p.after, marker="s", ms=4, label="calibrated")
     _block_axis(ax, p, task)
     ax.set(title=shown(task.name), ylabel="drift ‖e‖₂ (feature units)", ylim=(0, None))
-    ax.legend(loc="upper left")
+    _legend_below(ax, 2)
 
 
 def draw_split(ax: Axes, p: Palette, task: Task) -> None:
@@ -146,7 +146,7 @@ def draw_split(ax: Axes, p: Palette, task: Task) -> None:
     ax.axhline(0, color=p.ink, lw=0.6)
     _block_axis(ax, p, task)
     ax.set(title=shown(task.name), ylabel="part of the drift (feature units)")
-    ax.legend(loc="upper left", fontsize=7)
+    _legend_below(ax, 2)
 
 
 def draw_samples(ax: Axes, p: Palette, task: Task) -> None:
@@ -182,7 +182,7 @@ def _cloud(ax: Axes, p: Palette, sides: Sequence[Any], task: Task) -> None:
     for side, mark in zip(sides, marks, strict=True):
         ax.plot(side[:, 0], side[:, 1], ls="none", mew=0.9, **mark)
     ax.set_title(shown(task.name))
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, handletextpad=0.1, columnspacing=0.8)
+    _legend_below(ax, 3)
     _few_ticks(ax)
 
 
@@ -229,7 +229,7 @@ def _neighbours_chart(tasks: Sequence[Task], note: str) -> Chart | None:
             _cloud(ax, p, parts, task)
             ax.set(xticks=[], yticks=[], xlabel="t-SNE 1 (no unit)", ylabel="t-SNE 2 (no unit)")
 
-        return Panel(f"t-SNE of the features: {task.name}", draw, **CLOUD)
+        return Panel(f"t-SNE of the features: {task.name}", draw, **ROOMY)
 
     wide = [t for t in tasks if t.view and len(t.view.explained) >= 2 and len(t.view.expert) >= 4]
     return Chart("tsne", "The features by t-SNE", NEIGHBOURS + note, [panel(task) for task in wide])
@@ -374,6 +374,12 @@ def _block_axis(ax: Axes, p: Palette, task: Task) -> None:
                 shown(stacks[place].partition(".")[0], 14), (place + 0.5, 1), (2, -1), fontsize=7, va="top",
                 xycoords=("data", "axes fraction"), textcoords="offset points",
             )  # fmt: skip
+
+
+def _legend_below(ax: Axes, columns: int) -> None:
+    """Out of the data's way, under the axis label."""
+    spacing = {"handletextpad": 0.3, "handlelength": 1.5, "columnspacing": 0.9}
+    ax.legend(loc="upper center", bbox_to_anchor=(0.43, -0.2), ncols=columns, **spacing)
 
 
 def _few_ticks(ax: Axes) -> None:

@@ -105,9 +105,14 @@ def _kept(report: Report) -> list[tuple[str, list[str]]]:
     return sorted(found.items(), key=lambda item: -len(item[1]))
 
 
-def _settings(report: Report) -> dict[str, Any]:
+def _settings(report: Report) -> dict[str, str]:
+    """The calibration's settings; where the tuner chose others than the recipe names, both."""
     calibration = report.recipe.get("calibration")
-    return dict(calibration) if isinstance(calibration, dict) else {}
+    made = {name: words.setting(v) for name, v in calibration.items()} if isinstance(calibration, dict) else {}
+    chosen = next((c for c in report.tuning.candidates if c.chosen), None) if report.tuning else None
+    for name in ("ridge", "rho", "alpha") if chosen is not None else ():
+        made[name] = f"{getattr(chosen, name):.4g}, chosen without labels (the search began at {made.get(name, '?')})"
+    return made
 
 
 def _gain(pair: Pair, relative: bool = False) -> str:

@@ -41,6 +41,8 @@ def headline(report: Report) -> tuple[Mark, str]:
     by_verdict: dict[str, list[str]] = {}
     for task in report.tasks:
         by_verdict.setdefault(task.verdict, []).append(task.name)
+    if report.tuning is not None and not any(c.chosen for c in report.tuning.candidates):
+        return "note", "Nothing was changed: no settings brought the merged model closer to its experts."
     total, better, worse = len(report.tasks), by_verdict.get("better", []), by_verdict.get("worse", [])
     if set(by_verdict) == {"not measured"}:
         return "note", "Nothing was measured: there were no held-out samples."
