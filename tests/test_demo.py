@@ -20,7 +20,8 @@ from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizer
 
 from featcal.demo import Options, main, scoring, sources, suite, tasks
-from featcal.demo.experts import Training, cache_key, cached_expert, cached_head, save_head, train_expert
+from featcal.demo.cache import cache_key
+from featcal.demo.experts import Training, cached_expert, cached_head, train_expert
 from featcal.demo.folder import check_output, recipe_text
 from featcal.demo.results import EXPERTS, MERGED, DemoResult, Row, gap_sentence, make_table
 from featcal.demo.run import CALIBRATIONS
@@ -81,6 +82,10 @@ def training_rows(count: int = 48) -> tuple[dict[str, Tensor], Tensor]:
     examples = table("reuters-r8", count, 3)
     targets = torch.tensor([CLASSES["reuters-r8"].index(example.label) for example in examples])
     return tasks.encode(pico_tokenizer(), examples), targets
+
+
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(value, b.state_dict()[name]) for name, value in a.state_dict().items())
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -296,34 +301,38 @@ def test_cache_key_sees_every_setting_and_bit() -> None:
     assert len({key, *others}) == 6
 
 
-def test_expert_is_trained_once_and_damage_is_mended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_expert_is_trained_once_and_damage_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     base, (rows, targets) = pico_bert(), training_rows()
     head = tasks.make_head(base, rows, targets, 2)
+    trained: list[Training] = []
 
-    def expert(training: Training = Training(steps=2)) -> tuple[BertModel, bool]:  # noqa: B008
-        return cached_expert(tmp_path, "t", base, "hash", head, rows, targets, training)
+    def train(*arguments: Any) -> BertModel:
+        trained.append(arguments[-1])
+        return train_expert(*arguments)
 
-    first, cached = expert()
-    assert not cached
-    second, cached = expert()
-    assert cached
-    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
-    assert not expert(Training(steps=3))[1]
+    def expert(steps: int = 2) -> BertModel:
+        return cached_expert(tmp_path, "t", base, "hash", head, rows, targets, Training(steps))
+
+    monkeypatch.setattr("featcal.demo.experts.train_expert", train)
+    first = expert()
+    assert same_weights(expert(), first) and trained == [Training(2)]
+    assert same_weights(train_expert(base, head, rows, targets, Training(2)), first)
+    assert not same_weights(expert(3), first) and trained == [Training(2), Training(3)]
     for file in (tmp_path / "experts").iterdir():
         file.write_bytes(file.read_bytes()[:100])
-    third, cached = expert()
-    assert not cached and "is damaged" in caplog.text
-    assert all(torch.equal(value, third.state_dict()[name]) for name, value in first.state_dict().items())
+    assert same_weights(expert(), first) and len(trained) == 3
+    assert "is damaged" in caplog.text
 
 
 def test_head_is_cached_and_saved_as_evaluate_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, (rows, targets) = pico_bert(), training_rows()
     first = cached_head(tmp_path, "t", base, "hash", rows, targets, 2)
+    torch.testing.assert_close(first.centroid_CD, tasks.make_head(base, rows, targets, 2).centroid_CD)
     monkeypatch.setattr("featcal.demo.experts.make_head", None)
     assert torch.equal(cached_head(tmp_path, "t", base, "hash", rows, targets, 2).centroid_CD, first.centroid_CD)
-    save_head(first, tmp_path / "new" / "t.safetensors")
-    loaded = load_centroid_head(tmp_path / "new" / "t.safetensors")
-    assert torch.equal(loaded.centroid_CD, first.centroid_CD) and loaded.scale == 20
+    assert first.scale == 20
 
 
 # ---------------------------------------------------------------------------------------------------- scoring
@@ -338,6 +347,19 @@ def test_measure_agrees_with_the_head_and_hidden_states() -> None:
         assert torch.equal(outcome.correct_R, head(model, rows).argmax(1) == targets)
         torch.testing.assert_close(outcome.pooled_LRD[-1], head.features(model, rows), atol=1e-5, rtol=1e-5)
     assert outcome.accuracy == pytest.approx(100 * outcome.correct_R.sum().item() / 11)
+
+
+def test_outcomes_are_cached_by_weights_and_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (rows, targets) = pico_bert(), training_rows(6)
+    head = CentroidHead(torch.randn(2, 16, generator=torch.Generator().manual_seed(0)), 20.0)
+    plain = scoring.measure(model, head, rows, targets)
+    first = scoring.measure(model, head, rows, targets, tmp_path)
+    monkeypatch.setattr(scoring, "pooled_outputs", None)
+    cached = scoring.measure(model, head, rows, targets, tmp_path)
+    for made in (first, cached):
+        assert torch.equal(made.correct_R, plain.correct_R) and torch.equal(made.pooled_LRD, plain.pooled_LRD)
+    with pytest.raises(TypeError):  # other weights are not found in the cache
+        scoring.measure(pico_bert(seed=1), head, rows, targets, tmp_path)
 
 
 def outcome(right: list[int], pooled: float = 0.0) -> Outcome:
@@ -399,6 +421,16 @@ def test_table_and_sentence() -> None:
 # ------------------------------------------------------------------------------------------------ output folder
 
 
+def test_narrow_table_keeps_its_numbers_whole() -> None:
+    found = result()
+    row = found.rows[MERGED]
+    found.rows = {name: Row(name, dict.fromkeys(tasks.GROUPS, row.outcomes["a"])) for name in (MERGED, "a name " * 8)}
+    console = Console(file=io.StringIO(), width=72)
+    console.print(make_table(found))
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert printed.count("50.0") == 2 * 6 and "…" not in printed
+
+
 def test_recipe_is_what_the_recipe_reader_expects(tmp_path: Path) -> None:
     for folder in ("base", "merged", "experts/comp"):
         (tmp_path / folder).mkdir(parents=True)
@@ -455,10 +487,6 @@ def pico_wheels(cache: Path, scratch: Path) -> tuple[Wheel, Wheel]:
     return wheels[0], wheels[1]
 
 
-def same_weights(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(value, b.state_dict()[name]) for name, value in a.state_dict().items())
-
-
 def test_whole_demo_on_a_pico_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scratch").mkdir()
     cache, out = tmp_path / "cache", tmp_path / "out"
@@ -475,6 +503,7 @@ def test_whole_demo_on_a_pico_encoder(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(found.rows) == labels and all(f" {label} " in printed for label in labels)
     assert found.rows[EXPERTS].average > found.rows["pre-trained"].average
     assert "Seconds: fetch " in printed
+    assert all(len(line) <= 100 for line in printed.splitlines()[: len(labels) + 5])
 
     scores = json.loads((out / "scores.json").read_text())
     assert scores["rows"][MERGED]["average"] == found.rows[MERGED].average

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
-import logging
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import BertModel
 
 from ..evaluate.heads import CentroidHead, load_centroid_head
-from ..writer import write_safetensors
+from .cache import cache_key, cached_tensors
 from .tasks import Batch, make_head
-
-logger = logging.getLogger("featcal")
 
 
 @dataclass(frozen=True)
@@ -75,15 +67,6 @@ def train_expert(base: BertModel, head: CentroidHead, rows: Batch, targets: Tens
 # -------------------------------------------------------------------------------------------------------- cache
 
 
-def cache_key(settings: Mapping[str, object], tensors: Mapping[str, Tensor]) -> str:
-    """16 hex digits that change with any setting, any tensor's name, shape or dtype, or any of its bits."""
-    value = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        value.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        value.update(tensor.detach().contiguous().numpy().tobytes())
-    return value.hexdigest()[:16]
-
-
 def cached_head(
     folder: Path, task: str, base: BertModel, source: str, rows: Batch, targets: Tensor, classes: int
 ) -> CentroidHead:
@@ -93,16 +76,13 @@ def cached_head(
     """
     key = cache_key({"base": source, "classes": classes}, {**rows, "targets": targets})
     file = folder / "heads" / f"{task}-{key}.safetensors"
-    if not file.is_file():
-        save_head(make_head(base, rows, targets, classes), file)
-    # Always as read back, so that the first run and later ones compute with the same numbers.
+    cached_tensors(file, lambda: head_tensors(make_head(base, rows, targets, classes)))
     return load_centroid_head(file)
 
 
-def save_head(head: CentroidHead, file: Path) -> None:
-    """The head as a safetensors file with `centroids` (classes, width) and `logit_scale`."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_safetensors(file, {"centroids": head.centroid_CD, "logit_scale": torch.tensor(head.scale)})
+def head_tensors(head: CentroidHead) -> dict[str, Tensor]:
+    """`centroids` (classes, width) and `logit_scale`, as `load_centroid_head` reads them."""
+    return {"centroids": head.centroid_CD, "logit_scale": torch.tensor(head.scale)}
 
 
 def cached_expert(
@@ -114,21 +94,14 @@ def cached_expert(
     rows: Batch,
     targets: Tensor,
     training: Training,
-) -> tuple[BertModel, bool]:
-    """The task's expert from `folder`, or trained and kept there, and whether it was there.
+) -> BertModel:
+    """The task's expert from `folder`, or trained and kept there.
 
-    The file holds the encoder; all else is the base's. A damaged file is replaced, with a warning.
+    The file holds the encoder; all else is the base's, which `source` names (its wheel's hash).
     """
     key = cache_key({"base": source, **asdict(training)}, {**rows, "targets": targets, "head": head.centroid_CD})
     file = folder / "experts" / f"{task}-{key}.safetensors"
+    tensors = cached_tensors(file, lambda: train_expert(base, head, rows, targets, training).encoder.state_dict())
     expert = copy.deepcopy(base)
-    if file.is_file():
-        try:
-            expert.encoder.load_state_dict(load_file(file))
-            return expert.eval(), True
-        except SafetensorError as error:
-            logger.warning("%s is damaged (%s); the expert is trained again", file, error)
-    expert = train_expert(base, head, rows, targets, training)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_safetensors(file, expert.encoder.state_dict())
-    return expert, False
+    expert.encoder.load_state_dict(tensors)
+    return expert.eval()

@@ -14,7 +14,8 @@ from transformers import BertModel
 from transformers.utils import logging as transformers_logging
 
 from ..errors import InputError
-from .experts import save_head
+from ..writer import write_safetensors
+from .experts import head_tensors
 from .plot import plot_drift
 from .results import DemoResult
 from .suite import Options, Suite
@@ -45,7 +46,8 @@ def save_texts(output: Path, suite: Suite, options: Options) -> None:
     for name, task in suite.tasks.items():
         write_jsonl(output / "data" / f"{name}.jsonl", [{"text": example.text} for example in task.calibration])
         write_jsonl(output / "test" / f"{name}.jsonl", [example._asdict() for example in task.test])
-        save_head(suite.heads[name], output / "heads" / f"{name}.safetensors")
+        (output / "heads").mkdir(exist_ok=True)
+        write_safetensors(output / "heads" / f"{name}.safetensors", head_tensors(suite.heads[name]))
 
 
 def save_models(output: Path, suite: Suite, models: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from .scoring import Outcome, drift, gain_interval, gap_recovered
 MERGED = "Task Arithmetic"
 """The row that is calibrated, and from which the gap to the experts counts."""
 
+PRETRAINED = "pre-trained"
 EXPERTS = "experts"
 
 
@@ -79,9 +80,11 @@ def make_table(result: DemoResult) -> Table:
     sizes = sorted({len(outcome.correct_R) for outcome in outcomes.values()})
     texts = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     table = Table(title=f"Accuracy in % on {texts} test texts per task", title_justify="left")
-    table.add_column("model", no_wrap=True)
+    table.add_column("model")
     for name in (*outcomes, "average"):
-        table.add_column(name, justify="right", no_wrap=True, style="bold" if name == "average" else None)
+        # On a narrow terminal the models' names wrap; a cut number would be wrong.
+        width = max(len(name), len("100.0"))
+        table.add_column(name, justify="right", min_width=width, style="bold" if name == "average" else None)
     for label, row in result.rows.items():
         table.add_row(label, *(f"{row.accuracies[task]:.1f}" for task in outcomes), f"{row.average:.1f}")
     return table

@@ -12,10 +12,11 @@ from ..api import calibrate
 from ..log import progress_bar
 from ..merging import get_merger, merge_modules
 from .folder import check_output, save_models, save_results, save_texts
-from .results import EXPERTS, MERGED, Calibrated, DemoResult, Row, gap_sentence, make_table
+from .results import EXPERTS, MERGED, PRETRAINED, Calibrated, DemoResult, Row, gap_sentence, make_table
 from .scoring import measure
+from .sources import cache_folder
 from .suite import Clock, Options, Suite, prepare
-from .tasks import encode
+from .tasks import MAX_TOKENS, encode
 
 CALIBRATIONS: tuple[tuple[str, str, dict[str, Any]], ...] = ((f"{MERGED} + FeatCal", "calibrated", {"preset": "clip"}),)
 """Row of the table, folder it is saved in, settings given to `featcal.calibrate`. The first one's drift is drawn."""
@@ -54,7 +55,7 @@ def main(output: Path, options: Options | None = None, *, console: Console | Non
 
 def make_models(suite: Suite, options: Options, clock: Clock) -> tuple[Models, list[Calibrated]]:
     """The models of all rows, and what is known of those that featcal made."""
-    models: Models = {"pre-trained": suite.base, EXPERTS: dict(suite.experts)}
+    models: Models = {PRETRAINED: suite.base, EXPERTS: dict(suite.experts)}
     with clock("merge"):
         models["simple average"] = merge_modules(get_merger("average"), suite.base, suite.experts)
         task_arithmetic = get_merger("task_arithmetic", {"scale": options.scale})
@@ -70,6 +71,8 @@ def make_models(suite: Suite, options: Options, clock: Clock) -> tuple[Models, l
                 scores=suite.heads,
                 seed=options.seed,
                 samples=options.samples,
+                batch_size=options.batch_size,
+                max_length=MAX_TOKENS,
                 **settings,
             )
         models[label] = result.model
@@ -78,13 +81,15 @@ def make_models(suite: Suite, options: Options, clock: Clock) -> tuple[Models, l
 
 
 def score(suite: Suite, models: Models) -> dict[str, Row]:
-    """Every row's outcomes on the test texts."""
+    """Every row's outcomes on the test texts. Those of the base and the experts are cached, as the experts are."""
     test = {name: (encode(suite.tokenizer, t.test), t.targets(t.test)) for name, t in suite.tasks.items()}
+    cache = cache_folder() / "outcomes"
     rows = {}
     for label in progress_bar("scoring")(list(models)):
         model = models[label]
         of_task = model if isinstance(model, dict) else dict.fromkeys(suite.tasks, model)
-        outcomes = {name: measure(of_task[name], suite.heads[name], *test[name]) for name in suite.tasks}
+        folder = cache if label in (PRETRAINED, EXPERTS) else None
+        outcomes = {name: measure(of_task[name], suite.heads[name], *test[name], folder) for name in suite.tasks}
         rows[label] = Row(label, outcomes)
     return rows
 

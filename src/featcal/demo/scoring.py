@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..evaluate.heads import CentroidHead
+from .cache import cache_key, cached_tensors
 from .tasks import Batch, split_batches
 
 
@@ -27,21 +29,33 @@ class Outcome:
         return 100 * self.correct_R.double().mean().item()
 
 
-@torch.no_grad()
-def measure(model: nn.Module, head: CentroidHead, rows: Batch, targets: Tensor, batch_size: int = 50) -> Outcome:
-    """Runs a BERT encoder once over the encoded texts; the head reads the last block's pooled output.
+def measure(
+    model: nn.Module, head: CentroidHead, rows: Batch, targets: Tensor, cache: Path | None = None, batch_size: int = 50
+) -> Outcome:
+    """What a BERT encoder does on encoded texts; the head reads the last block's pooled output.
 
     Args:
         rows: encoded test texts.
         targets: their class numbers (rows,).
+        cache: folder in which the pooled outputs are looked up, by every bit of the weights and the texts, and kept.
     """
+    if cache is None:
+        pooled_LRD = pooled_outputs(model, rows, batch_size)
+    else:
+        file = cache / f"{cache_key({}, {**model.state_dict(), **rows})}.safetensors"
+        pooled_LRD = cached_tensors(file, lambda: {"pooled": pooled_outputs(model, rows, batch_size)})["pooled"]
+    return Outcome(head.scores(pooled_LRD[-1]).argmax(1) == targets, pooled_LRD)
+
+
+@torch.no_grad()
+def pooled_outputs(model: nn.Module, rows: Batch, batch_size: int) -> Tensor:
+    """Every block's output averaged over the real tokens of each text: (blocks, rows, width)."""
     parts = []
     for batch in split_batches(rows, batch_size):
         states = model(**batch, output_hidden_states=True).hidden_states[1:]
         weight_BT1 = batch["attention_mask"].unsqueeze(-1).to(states[0])
         parts.append(torch.stack([(state * weight_BT1).sum(1) / weight_BT1.sum(1) for state in states]))
-    pooled_LRD = torch.cat(parts, dim=1)
-    return Outcome(head.scores(pooled_LRD[-1]).argmax(1) == targets, pooled_LRD)
+    return torch.cat(parts, dim=1)
 
 
 def drift(model: Outcome, expert: Outcome) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +15,6 @@ from ..log import progress_bar
 from .experts import Training, cached_expert, cached_head
 from .sources import MINILM, TEXTS, cache_folder, fetch, load_base, load_table
 from .tasks import GROUPS, Batch, Task, encode, head_rows, make_tasks, split_batches
-
-logger = logging.getLogger("featcal")
 
 
 @dataclass(frozen=True)
@@ -79,12 +76,9 @@ def prepare(options: Options, clock: Clock) -> Suite:
         calibration = {name: encode(tokenizer, task.calibration) for name, task in tasks.items()}
     suite = Suite(base, tokenizer, tasks, {}, {}, calibration)
     with clock("experts"):
-        trained = 0
         for task in progress_bar("experts")(list(tasks.values())):
             suite.heads[task.name] = _head(suite, task, cache)
-            suite.experts[task.name], cached = _expert(suite, task, options.training, cache)
-            trained += not cached
-    logger.info("experts: %d trained, %d from the cache %s", trained, len(tasks) - trained, cache)
+            suite.experts[task.name] = _expert(suite, task, options.training, cache)
     return suite
 
 
@@ -94,7 +88,7 @@ def _head(suite: Suite, task: Task, cache: Path) -> CentroidHead:
     return cached_head(cache, task.name, suite.base, MINILM.sha256, rows, targets, len(task.classes))
 
 
-def _expert(suite: Suite, task: Task, training: Training, cache: Path) -> tuple[BertModel, bool]:
+def _expert(suite: Suite, task: Task, training: Training, cache: Path) -> BertModel:
     texts = task.train[: training.texts]
     rows, targets, head = encode(suite.tokenizer, texts), task.targets(texts), suite.heads[task.name]
     return cached_expert(cache, task.name, suite.base, MINILM.sha256, head, rows, targets, training)
