@@ -55,11 +55,13 @@ class Watcher:
     Args:
         job: its tasks' batches that are not in `learn` are measured; tasks without any are left out.
         scores: task → function (model, batch) → (rows, classes), for models whose scores live outside them.
-        samples: held-out samples per task, at most (whole batches).
+        samples: held-out samples per task, at most (whole batches); None: all.
         split: measure local mismatch and propagation too.
     """
 
-    def __init__(self, job: Job, *, scores: Mapping[str, Scores] | None = None, samples: int = 64, split: bool = True):
+    def __init__(
+        self, job: Job, *, scores: Mapping[str, Scores] | None = None, samples: int | None = None, split: bool = True
+    ):
         self.seconds = 0.0
         """Time spent measuring."""
         self._job, self._scores, self._split = job, scores or {}, split
@@ -146,11 +148,11 @@ class Watcher:
         self._pending = []
 
 
-def held_out(task: Task, samples: int) -> list[int]:
+def held_out(task: Task, samples: int | None) -> list[int]:
     """Indices of batches that the task does not learn from, until they hold `samples` samples."""
     learn, chosen, count = set(task.learn), [], 0
     for index, batch in enumerate(task.stream.batches):
-        if index not in learn and count < samples:
+        if index not in learn and (samples is None or count < samples):
             chosen.append(index)
             count += batch_size(batch)
     return chosen
