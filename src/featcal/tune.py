@@ -33,7 +33,10 @@ FEWEST = 16
 CAP = 4.0
 """One task counts at most this many times worse than the merged model, so that no bad head decides alone."""
 RHO = (1.0, 2.0, 4.0, 7.0)
-RIDGE = (0.2, 5.0)
+LESS = 0.2
+"""Factor on λ in the second round; a weaker pull to the anchor goes with an anchor further out."""
+FURTHER = 1.75
+"""Factor on ρ that goes with it."""
 ALPHA = (0.0, 0.6)
 NEIGHBOURS = 4
 """Held-out samples that a neighbourhood needs at least."""
@@ -100,8 +103,8 @@ def tune(
 ) -> Tuning:
     """Search λ, ρ, α around `settings` in three rounds, deterministic, coarse to fine.
 
-    1. ρ over RHO, at the λ and α of `settings`.  2. λ by a factor RIDGE and α in ALPHA, each from the best so far.
-    3. The bottom of the parabola through the best value and its neighbours, in log ρ, log λ and α: all three at
+    1. ρ over RHO, at the λ and α of `settings`.  2. From the best so far: λ by a factor LESS, the same with ρ by a factor
+    FURTHER, and α in ALPHA.  3. The bottom of the parabola through the best value and its neighbours, in log ρ, log λ and α: all three at
        once, and ρ alone.
 
     Raises:
@@ -118,7 +121,7 @@ def tune(
     search.try_all([start_at.model_copy(update={"rho": rho}) for rho in grid])
     best = search.best.settings
     search.try_all(
-        [best.model_copy(update={"ridge": best.ridge * factor}) for factor in RIDGE]
+        [best.model_copy(update={"ridge": best.ridge * LESS, "rho": best.rho * factor}) for factor in (1.0, FURTHER)]
         + [best.model_copy(update={"alpha": alpha}) for alpha in ALPHA]
     )
     best = search.best.settings
