@@ -103,8 +103,9 @@ def tune(
 ) -> Tuning:
     """Search λ, ρ, α around `settings` in three rounds, deterministic, coarse to fine.
 
-    1. ρ over RHO, at the λ and α of `settings`.  2. From the best so far: λ by a factor LESS, the same with ρ by a factor
-    FURTHER, and α in ALPHA.  3. The bottom of the parabola through the best value and its neighbours, in log ρ, log λ and α: all three at
+    1. ρ over RHO, at the λ and α of `settings`.
+    2. From the best so far: λ by a factor LESS, the same with ρ by a factor FURTHER, and α in ALPHA.
+    3. The bottom of the parabola through the best value and its neighbours, in log ρ, log λ and α: all three at
        once, and ρ alone.
 
     Raises:
