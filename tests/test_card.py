@@ -103,7 +103,7 @@ def test_section_after_the_card_that_was_there(out: Path) -> None:
     assert rows[5] == ["task", "metric", "merged", "calibrated", "experts"]
     assert rows[6] == ["cars", "accuracy", "70.00", "82.00", "90.00"]
     assert "71 modules in 12 blocks have new weights" in body
-    assert "Settings: ridge (λ) 0.05, rho (ρ) 2.0, alpha (α) 0.3" in body.replace("\\", "")
+    assert "Settings: ridge λ 0.05, rho ρ 2, alpha α 0.3, samples 256, bias on; ridge, rho" in body
     assert "chosen on held-out samples" in body and "featcal 0." in body and "torch 2.13.0" in body
     assert "arXiv:2605.13030" in body and "/home/me" not in body
 

@@ -183,11 +183,17 @@ def _settings(report: Report) -> str:
     if report.tuning is not None:
         best = next((c for c in report.tuning.candidates if c.chosen), None)
         chosen |= {} if best is None else {"ridge": best.ridge, "rho": best.rho, "alpha": best.alpha}
-    symbols = {"ridge": "λ", "rho": "ρ", "alpha": "α"}
+    named = {"ridge": "ridge λ", "rho": "rho ρ", "alpha": "alpha α"}
     shown = ("ridge", "rho", "alpha", "schedule", "samples", "max_length", "norm", "bias")
-    told = [f"{key}{f' ({symbols[key]})' if key in symbols else ''} {chosen[key]}" for key in shown if key in chosen]
+    told = [f"{named.get(key, key)} {_spelt(chosen[key])}" for key in shown if key in chosen]
     how = "; ridge, rho and alpha chosen on held-out samples" if report.tuning is not None else ""
     return escape(", ".join(told)) + how + "."
+
+
+def _spelt(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _model_name(ref: Any) -> str:
