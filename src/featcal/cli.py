@@ -125,10 +125,29 @@ def calibrate(
         str | None, typer.Option("--max-memory", help="memory for activations, e.g. 8GB; beyond it they go to disk")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="exit 1 when a task got worse")] = False,
+    method: Annotated[
+        str, typer.Option("--method", help="featcal, or adapters to compare with: surgery, probsurgery, surgery_v2")
+    ] = "featcal",
     tokenizer: TokenizerOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Calibrate a merged model. The same command again resumes an interrupted run."""
+    if method != "featcal":
+        from .baselines.run import train_recipe
+
+        trained = train_recipe(
+            recipe,
+            output,
+            method,
+            overrides=overrides or (),
+            overwrite=overwrite,
+            fresh=fresh,
+            tokenizer=tokenizer,
+            trust_remote_code=trust_remote_code,
+            progress=logger.isEnabledFor(logging.INFO),
+        )
+        out.print(trained.summary(), markup=False)
+        return
     from .intake import Given
     from .report.schema import Report
     from .report.words import worse_tasks
