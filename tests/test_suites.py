@@ -767,3 +767,30 @@ def test_minilm_texts_are_those_that_no_expert_saw(tmp_path: Path):
     suite = load_suite("minilm-text5")
     assert suite.build == "minilm" and suite.tasks["comp"].head is not None
     assert suite.tasks["comp"].head.file == "heads/comp.safetensors"  # type: ignore[union-attr]
+
+
+def test_a_suite_of_ones_own_runs_on_local_folders(tmp_path: Path, monkeypatch: Any):
+    from datasets import Dataset, DatasetDict
+
+    from pico import family_setup
+    from test_evaluate import WORDS, tokenizer
+
+    setup = family_setup("bert")
+    for name, model in {"base": setup.base, **setup.experts}.items():
+        model.save_pretrained(tmp_path / name)  # type: ignore[operator]
+        tokenizer().save_pretrained(tmp_path / name)
+    g = np.random.default_rng(0)
+    rows = [{"body": " ".join(g.choice(WORDS, 4)), "label": int(g.integers(2))} for _ in range(30)]
+    split = Dataset.from_list(rows)
+    DatasetDict({"train": split, "test": split.select(range(9))}).save_to_disk(tmp_path / "data")
+    tasks = "".join(f"  {task}: {{data: {{id: ./data, text: [body]}}}}\n" for task in setup.experts)
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\ntitle: Mine\nfamily: text\npreset: clip\n"
+        'sizes: {only: {base: ./base, expert: "./{task}"}}\n'
+        f"tasks:\n{tasks}upstreams: {{average: {{method: average}}}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    options = Options(samples=8, device="cpu", resamples=10, progress=False)
+    result = bench("mine.yaml", "out", methods=["featcal"], options=options)
+    assert result.row("average + featcal").scores["task0"]["accuracy"].n == 9
+    assert (tmp_path / "out" / "models" / "average" / "model.safetensors").is_file()

@@ -8,7 +8,7 @@ scores["merged"]["accuracy"]        # Score(metric='accuracy', value=55.7, n=804
 from .checkpoints import load_model
 from .classes import class_names
 from .harness import HarnessTask, run_harness
-from .heads import CentroidHead, Head, OwnHead, ZeroShotHead, load_centroid_head, zero_shot_head
+from .heads import CentroidHead, Head, OwnHead, ZeroShotHead, load_centroid_head, save_centroid_head, zero_shot_head
 from .outcomes import METRICS, Score, average, score
 from .readers import ImageReader, PromptReader, TextReader
 from .recipe import evaluate_recipe
@@ -45,6 +45,7 @@ __all__ = [
     "main_scores",
     "predict",
     "run_harness",
+    "save_centroid_head",
     "score",
     "score_predictions",
     "score_table",

@@ -18,9 +18,7 @@ from torch.nn.functional import linear, normalize
 
 from ..blocks import call_model
 from ..errors import InputError
-
-Adapter = Any
-"""A callable on features (rows, D) that a post-merge baseline has learnt for one task."""
+from ..writer import write_safetensors
 
 
 class Head(Protocol):
@@ -137,12 +135,18 @@ def load_centroid_head(file: str | Path) -> CentroidHead:
         raise InputError(f"head {file} is not a safetensors file: {error}") from error
 
 
+def save_centroid_head(head: CentroidHead, file: str | Path) -> None:
+    """Write a fixed head as `load_centroid_head` reads it."""
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    write_safetensors(Path(file), {"centroids": head.centroid_CD, "logit_scale": torch.tensor(head.scale)})
+
+
 @dataclass(frozen=True)
 class OwnHead:
-    """The model's own classifier. Features are what its last linear layer reads."""
+    """The model's own classifier. Its features are the logits already; adapters reach its input by a hook."""
 
     def features(self, model: nn.Module, inputs: Any) -> Tensor:
-        """(rows, C): the logits; see `scores`. Adapters act on the classifier's input by a hook instead."""
+        """The logits (rows, C)."""
         output = call_model(model, inputs, _device(model))
         logits: Tensor | None = getattr(output, "logits", output if isinstance(output, Tensor) else None)
         if logits is None or logits.dim() != 2:

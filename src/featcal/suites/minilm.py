@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ..demo.experts import save_head
 from ..demo.sources import Example
 from ..demo.suite import Clock, Options, prepare
 from ..demo.tasks import Task
+from ..evaluate import save_centroid_head
 from .stand_in import model_folder
 
 TEST = 600
@@ -31,7 +31,7 @@ def build(root: Path, *, progress: bool) -> None:
         model.save_pretrained(folder)
         suite.tokenizer.save_pretrained(folder)
     for name, task in suite.tasks.items():
-        save_head(suite.heads[name], root / "heads" / f"{name}.safetensors")
+        save_centroid_head(suite.heads[name], root / "heads" / f"{name}.safetensors")
         save_texts(task, options.training.texts, root / "datasets" / "minilm" / f"{name}-texts")
     done.write_text(json.dumps({"test": TEST, "samples": options.samples}), encoding="utf-8")
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ..api import calibrate
+from ..baselines import Corrected, train_surgery
 from ..errors import InputError, nearest
 from ..evaluate import Adapted, HarnessTask, evaluate, run_harness
 from ..evaluate.harness import is_installed
@@ -235,10 +236,6 @@ class Session:
 
     def _surgery(self, merged: nn.Module, data: Mapping[str, Any], method: str, seed: int) -> Made:
         """Surgery and its kin: per task a learnt correction of features, which stays in the inference path."""
-        try:
-            from ..baselines import train_surgery
-        except ImportError as error:
-            raise InputError(f"method '{method}' is not in this installation: {error}") from error
         adapters = train_surgery(
             method,
             merged,
@@ -249,9 +246,8 @@ class Session:
             seed=seed,
             progress=self.options.progress,
         )
-        together = Adapted(merged, adapters)
-        count = sum(p.numel() for one in adapters.values() for p in one.parameters())
-        return Made(lambda task: together, {}, {"extra_parameters": count}, [])
+        corrected = Corrected(method, merged, adapters)
+        return Made(corrected.candidate, {}, {"extra_parameters": corrected.parameters}, [])
 
 
 _TEACHER = "the expert"
