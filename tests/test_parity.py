@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import literal
-import pico
 import pytest
 import torch
 
 import featcal
+import literal
+import pico
 
 FIELDS = {"alpha": 0.3, "rho": 2.0, "ridge": 0.05}
 
