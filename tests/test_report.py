@@ -36,7 +36,8 @@ from featcal.report import (
     write_report_json,
 )
 from featcal.report.build import paired_gain, task_entry, verdict
-from featcal.report.figures import charts, gains, panel_svg, phases
+from featcal.report.figures import panel_svg
+from featcal.report.panels import charts, gains, phases
 from featcal.report.svg import shown
 from featcal.report.words import checks, duration, number, percent, size, tiles, where
 from pico import family_setup
@@ -313,7 +314,7 @@ def test_figures_draw_the_data() -> None:
 def test_parts_of_opposite_sign_start_at_zero() -> None:
     from matplotlib.figure import Figure
 
-    from featcal.report.figures import draw_split
+    from featcal.report.panels import draw_split
     from featcal.report.svg import LIGHT
 
     report = Report.model_validate(sample_report(depth=2))

@@ -49,8 +49,8 @@ class _Pending:
 class Watcher:
     """Measures `merged` and `calibrated` against each expert on the held-out batches of a job.
 
-    Assign it to `job.watch` before the job runs; call `finish` after it, while the networks are still open. Costs two
-    block forwards of the held-out rows (three with `split`, plus one more), none of the calibration rows.
+    Assign it to `job.watch` before the job runs; call `finish` after it, while the networks are still open. Costs one
+    block forward of the held-out rows, three with `split`, and three passes of a model's end.
 
     Args:
         job: its tasks' batches that are not in `learn` are measured; tasks without any are left out.

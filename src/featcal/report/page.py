@@ -14,7 +14,8 @@ from markupsafe import Markup
 from ..strict_yaml import dump_yaml
 from ..writer import atomic_write
 from . import words
-from .figures import charts, panel_svg, shown_tasks
+from .figures import panel_svg
+from .panels import charts, shown_tasks
 from .schema import Pair, Report, Task, read_report
 from .svg import DARK, LIGHT, css_variables
 
