@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import featcal.cli
+import featcal.run
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -132,6 +133,11 @@ def ranks(arguments: Sequence[str | Path], log: Path, world: int, **options: Any
     ]
 
 
+def without_pictures(module: Any) -> None:
+    """Leave an empty report.html: drawing it takes longer than calibrating a pico model."""
+    module.write_report = lambda folder: (folder / "report.html").write_text("")
+
+
 def _run(
     words: list[str],
     log: Path,
@@ -145,6 +151,7 @@ def _run(
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.argv = ["featcal", *words]
+    without_pictures(sys.modules["featcal.run"])
     if before:
         before()
     if doom:

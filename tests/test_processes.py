@@ -23,6 +23,11 @@ from featcal.run import run
 Before = Callable[[], None]
 
 
+@pytest.fixture(autouse=True)
+def _without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["featcal.run"], "write_report", lambda folder: (folder / "report.html").touch())
+
+
 def calibrate(
     job: Path, world: int, *extra: str, out: str = "out", before: dict[int, Before] | None = None, doom: Any = None
 ) -> list[Child]:

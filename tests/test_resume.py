@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ from featcal.errors import InputError, RunError
 from featcal.plan import prepare
 from featcal.recipe import load_recipe
 from featcal.run import run
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_pictures() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["featcal.run"], "write_report", lambda folder: (folder / "report.html").touch())
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,14 @@ from featcal.errors import InputError
 from featcal.plan import prepare
 from featcal.recipe import load_recipe
 from featcal.run import run
+
+
+@pytest.fixture(autouse=True)
+def _without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing the report takes longer than calibrating a pico model; one test does without this."""
+    if "place" not in request.node.name:
+        module = sys.modules["featcal.run"]
+        monkeypatch.setattr(module, "write_report", lambda folder: (folder / "report.html").write_text(""))
 
 
 def tokenizer_of(folder: Path, family: str) -> str | None:

@@ -418,6 +418,21 @@ def test_glue_stand_in_runs_with_lora_experts(tmp_path: Path):
     assert materials.scorer("stsb").answer({"label": 2.449}) == "2.4"  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("name", "task", "parameters"),
+    [("clip-vit-b32-ta8", "dtd", 2 * 16 * 12), ("flan-t5-base-glue", "cola", 2 * 16 * 16)],
+)
+def test_surgery_is_scored_beside_featcal(name: str, task: str, parameters: int, tmp_path: Path):
+    methods = ["surgery", "featcal", "featcal-tuned"]
+    result = bench(name, tmp_path, tasks=[task], upstreams=["average"], methods=methods, stand_in=True, options=SMALL)
+    facts = {row.name: row.facts for row in result.rows}
+    assert facts["average + surgery"]["extra_parameters"] == parameters, "rank 16 on the projected or last feature"
+    assert facts["average + featcal"]["extra_parameters"] == 0
+    assert {"ridge", "rho", "alpha"} <= facts["average + featcal-tuned"].keys()
+    assert "tune" in result.row("average + featcal-tuned").seconds
+    assert all(result.row(f"average + {method}").average(result.columns) is not None for method in methods)
+
+
 def test_decoder_inputs_are_the_experts_answer_without_its_end(tmp_path: Path):
     suite = pick_tasks(load_suite("flan-t5-base-glue"), ["cola"])
     build_stand_in(suite, tmp_path)

@@ -105,8 +105,8 @@ def tune(
 
     1. ρ over RHO, at the λ and α of `settings`.
     2. From the best so far: λ by a factor LESS, the same with ρ by a factor FURTHER, and α in ALPHA.
-    3. The bottom of the parabola through the best value and its neighbours, in log ρ, log λ and α: all three at
-       once, and ρ alone.
+    3. The bottoms of the parabolas through the best value and its neighbours, in log ρ, log λ and α: all three at
+       once, ρ alone, and λ alone.
 
     Raises:
         InputError: no held-out sample.
@@ -120,14 +120,19 @@ def tune(
     start_at = settings.model_copy(update={"ridge": settings.ridge or SMALLEST})
     grid = [rho for rho in dict.fromkeys((*RHO, settings.rho)) if rho > 0]
     search.try_all([start_at.model_copy(update={"rho": rho}) for rho in grid])
-    best = search.best.settings
+    first = search.best.settings
     search.try_all(
-        [best.model_copy(update={"ridge": best.ridge * LESS, "rho": best.rho * factor}) for factor in (1.0, FURTHER)]
-        + [best.model_copy(update={"alpha": alpha}) for alpha in ALPHA]
+        [first.model_copy(update={"ridge": first.ridge * LESS, "rho": first.rho * factor}) for factor in (1.0, FURTHER)]
+        + [first.model_copy(update={"alpha": alpha}) for alpha in ALPHA]
     )
-    best = search.best.settings
-    bottom = {"rho": search.bottom("rho"), "ridge": search.bottom("ridge"), "alpha": search.bottom("alpha")}
-    search.try_all([best.model_copy(update=bottom), best.model_copy(update={"rho": bottom["rho"]})])
+    second = search.best.settings
+    bottom = {
+        "rho": search.bottom("rho", first) * second.rho / first.rho,
+        "ridge": search.bottom("ridge", second),
+        "alpha": min(max(search.bottom("alpha", second), 0.0), 1.0),
+    }
+    wanted = [bottom, {"rho": bottom["rho"]}, {"ridge": bottom["ridge"]}]
+    search.try_all([second.model_copy(update=update) for update in wanted])
     return search.result(time.perf_counter() - start)
 
 
@@ -158,13 +163,14 @@ class _Search:
     def best(self) -> Candidate:
         return min(self.candidates, key=lambda c: c.criterion)
 
-    def bottom(self, name: str) -> float:
-        """The best candidate's value of one setting, moved to the bottom of the parabola through its neighbours."""
-        best = self.best
+    def bottom(self, name: str, at: Calibration) -> float:
+        """One setting at the bottom of the parabola through its values, each with the best criterion it reached."""
         scale, back = (float, float) if name == "alpha" else (math.log, math.exp)
-        points = {scale(getattr(c.settings, name)): c.criterion for c in self.candidates if _differ(c, best) <= {name}}
-        value = back(parabola_bottom(points, scale(getattr(best.settings, name))))
-        return min(max(value, 0.0), 1.0) if name == "alpha" else value
+        points: dict[float, float] = {}
+        for candidate in self.candidates:
+            x = scale(getattr(candidate.settings, name))
+            points[x] = min(candidate.criterion, points.get(x, math.inf))
+        return back(parabola_bottom(points, scale(getattr(at, name))))
 
     def result(self, seconds: float) -> Tuning:
         best = self.best
@@ -179,11 +185,6 @@ class _Search:
             self.samples,
             worse if better else list(self.merged_kl),
         )
-
-
-def _differ(one: Candidate, other: Candidate) -> set[str]:
-    """The settings in which two candidates differ."""
-    return {n for n in ("ridge", "rho", "alpha") if getattr(one.settings, n) != getattr(other.settings, n)}
 
 
 def parabola_bottom(points: Mapping[float, float], best: float) -> float:

@@ -65,7 +65,11 @@ class Corrected:
         return Adapted(self._inside[task], {task: adapter.final})
 
     def logits(self, batch: Any, task: str, head: Head | None = None) -> Tensor:
-        """Scores of a batch by the task's corrected features: the head's, or the model's own."""
+        """Scores of a batch by the task's corrected features: the head's, or the model's own.
+
+        Raises:
+            InputError: no adapter for the task, or neither a head nor an output layer of the model's own.
+        """
         one = self.candidate(task)
         adapter = one.adapters[task]
         with torch.no_grad():
@@ -74,8 +78,7 @@ class Corrected:
             device = next(one.model.parameters()).device
             with adapted(one.model, adapter):
                 found = logits_of(call_model(one.model, batch, device))
-        if found is None:
-            raise InputError(f"{type(self.model).__name__} gives no scores; give a head")
+        assert found is not None, "a model with an output layer gives scores"
         return found
 
     def save(self, folder: Path, merged: str, fingerprint: str | None = None) -> None:

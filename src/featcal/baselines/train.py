@@ -210,10 +210,11 @@ def fit_deep(
             target = final_rows(expert, {task: batches}, scores, pooled=True)[task]
         with merged.open():
             start = final_rows(merged, {task: batches}, scores)[task]
-        widths = [target.pooled[name][0].shape[1] for name in merged.order]
+        blocks = reached(whole, merged.order, batches[0], scores.get(task))
+        widths = [target.pooled[name][0].shape[1] for name in blocks]
         width = target.parts[0].shape[1]
-        deep = DeepSurgery(merged.order, widths, width, training.rank, _seed(training.seed, task))
-        lesson = _DeepLesson(deep, whole, merged.order, batches, pair(task, start, target), target, scores.get(task))
+        deep = DeepSurgery(blocks, widths, width, training.rank, _seed(training.seed, task))
+        lesson = _DeepLesson(deep, whole, batches, pair(task, start, target), target, scores.get(task))
         trained.kind, trained.adapters[task] = target.kind, deep
         trained.before[task] = float((lesson.pairs.merged_RD - lesson.pairs.expert_RD).abs().mean())
         order = in_turn(len(batches), 1, _seed(training.seed, f"{task}/order"))
@@ -232,27 +233,22 @@ class _DeepLesson:
 
     deep: DeepSurgery
     whole: Network
-    order: Sequence[str]
     batches: Sequence[Any]
     pairs: Pairs
     target: Features
     score: Scores | None
 
     def __post_init__(self) -> None:
-        self._readouts = readouts(self.whole.model, self.order, self.batches[0])
-        self._last: Readout = self._readouts[self.order[-1]]
+        self._readouts = readouts(self.whole.model, self.deep.order, self.batches[0])
+        self._last: Readout = self._readouts[self.deep.order[-1]]
         sizes = [batch_size(batch) for batch in self.batches]
         self._samples = [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
 
     def features(self, index: int, seen: dict[str, Tensor]) -> Tensor:
         """Corrected final features (R, D) of a batch; the blocks' corrected outputs go to `seen`."""
         batch = self.batches[index]
-        from_head = getattr(self.score, "features", None)
         with self.deep.inserted(self.whole.model, seen):
-            if from_head is not None:
-                raw = from_head(self.whole.model, to_device(batch, self.whole.device))
-            else:
-                raw = TailReader(self.whole)(batch, {}, self._last).feature
+            raw = feature_of(self.whole, batch, self.score, self._last)
         return self.deep.final(select(raw, batch, self._last)[0].float())
 
     def loss(self, index: int) -> Tensor:
@@ -260,7 +256,7 @@ class _DeepLesson:
         seen: dict[str, Tensor] = {}
         device = self.whole.device
         total = (self.features(index, seen) - self.pairs.rows(self._samples[index], device)[1]).abs().mean()
-        for name in self.order:
+        for name in self.deep.order:
             mean = token_mean(hidden(seen[name]), self.batches[index], self._readouts[name])
             total = total + (mean.float() - self.target.pooled[name][index].to(device)).abs().mean()
         return total
@@ -273,6 +269,31 @@ class _DeepLesson:
             ours = self.features(index, {})
             total += float((ours - self.pairs.rows(self._samples[index], ours.device)[1]).abs().double().sum())
         return total / self.pairs.expert_RD.numel()
+
+
+def feature_of(whole: Network, batch: Any, score: Scores | None, readout: Readout) -> Tensor:
+    """The final feature by one forward of a whole (open, ungated) network, with gradients where they are enabled."""
+    from_head = getattr(score, "features", None)
+    if from_head is None:
+        return TailReader(whole)(batch, {}, readout).feature
+    found: Tensor = from_head(whole.model, to_device(batch, whole.device))
+    return found
+
+
+def reached(whole: Network, blocks: Sequence[str], batch: Any, score: Scores | None) -> list[str]:
+    """The blocks that the final feature depends on: not those of CLIP's text tower, for one."""
+    run: list[str] = []
+    model = whole.model
+    handles = [
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: run.append(name)) for name in blocks
+    ]
+    try:
+        with whole.open():
+            feature_of(whole, batch, score, readouts(model, blocks, batch)[blocks[-1]])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name in blocks if name in run]
 
 
 # ------------------------------------------------------------------------------------------------------- chores

@@ -232,6 +232,8 @@ class Session:
         seconds = {phase: value for phase, value in result.seconds.items() if phase != "total"}
         facts = result.settings.model_dump(include={"ridge", "rho", "alpha", "schedule"}) | {"extra_parameters": 0}
         kept = [f"{r.block}.{r.module}: {r.reason}" for r in result.records if r.status == "kept" and r.kind != "other"]
+        if result.tuning is not None and result.tuning.chosen is None:
+            kept.append("no settings bring the merged model closer to its experts: it is left as it is")
         return Made(lambda task: model, seconds, facts, kept)
 
     def _surgery(self, merged: nn.Module, data: Mapping[str, Any], method: str, seed: int) -> Made:
