@@ -38,7 +38,8 @@ def _without_pictures() -> Iterator[None]:
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-block Llama in bf16 and two shards, with its undisturbed result in `whole`."""
     folder = tmp_path_factory.mktemp("llama")
-    run(folders.make_job(folder, dtype=torch.bfloat16, shard="8KB", norm="on"), folder / "whole", progress=False)
+    recipe = folders.make_job(folder, dtype=torch.bfloat16, shard="8KB", norm="on", tasks=1, samples=4)
+    run(recipe, folder / "whole", progress=False)
     return folder
 
 

@@ -264,6 +264,7 @@ def drift(
     """Measure drift, local mismatch, propagation and output drift on held-out samples, per task and block."""
     from .drift.command import drift as measure
     from .drift.results import to_csv
+    from .report.terminal import drift_table
 
     found = measure(
         recipe,
@@ -278,6 +279,8 @@ def drift(
     )
     if output is None:
         print(to_csv(found), end="")
+    else:
+        out.print(drift_table(found))
 
 
 @app.command()

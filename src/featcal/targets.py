@@ -235,7 +235,7 @@ def probe(model: nn.Module, blocks: Sequence[str], batch: Any, device: torch.dev
     Raises:
         InputError: a block never ran, or ran more than once (weights shared across depth).
     """
-    recorder = _Recorder(model, blocks, _mask_keys(model, blocks, batch), batch_size(batch))
+    recorder = _Recorder(model, blocks, mask_keys(model, blocks, batch), batch_size(batch))
     with recording(recorder, model, blocks):
         call_model(model, batch, device)
     for name in blocks:
@@ -274,7 +274,7 @@ def recording(recorder: _Recorder, model: nn.Module, blocks: Sequence[str]) -> I
             handle.remove()
 
 
-def _stack_config(model: nn.Module, block: str) -> Any:
+def stack_config(model: nn.Module, block: str) -> Any:
     """Config of the block's nearest ancestor that has one."""
     parts = block.split(".")
     for depth in range(len(parts), -1, -1):
@@ -284,7 +284,7 @@ def _stack_config(model: nn.Module, block: str) -> Any:
     return None
 
 
-def _mask_keys(model: nn.Module, blocks: Sequence[str], batch: Any) -> dict[str, str | None]:
+def mask_keys(model: nn.Module, blocks: Sequence[str], batch: Any) -> dict[str, str | None]:
     """Per block, the batch key of the padding mask over its own rows; under 'encoder', the encoder's."""
     _, kwargs = inputs_of(batch)
     two_sided = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
@@ -292,7 +292,7 @@ def _mask_keys(model: nn.Module, blocks: Sequence[str], batch: Any) -> dict[str,
     decoder = next((k for k in ("decoder_attention_mask", "labels") if k in kwargs), None)
     keys: dict[str, str | None] = {"encoder": encoder if two_sided else None}
     for name in blocks:
-        if hasattr(_stack_config(model, name), "patch_size"):
+        if hasattr(stack_config(model, name), "patch_size"):
             keys[name] = None  # images have no padding
         elif two_sided and "decoder" in name.split("."):
             keys[name] = decoder
@@ -339,7 +339,7 @@ def with_readout(infos: list[BlockInfo], model: nn.Module, token_weights: str) -
     """Mark the units of each class-token stack's last block; its k and v become a group of their own."""
     last = {info.stack: info for info in infos}
     for info in last.values():
-        kind = getattr(_stack_config(model, info.name), "model_type", None)
+        kind = getattr(stack_config(model, info.name), "model_type", None)
         if token_weights == "uniform" or (token_weights == "auto" and kind not in CLASS_TOKEN_MODELS):
             continue
         units: list[Unit] = []

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..targets import CLASS_TOKEN_MODELS, _mask_keys, _stack_config, keep_rows
+from ..targets import CLASS_TOKEN_MODELS, keep_rows, mask_keys, stack_config
 
 CHUNK = 2**22
 """Numbers of one tensor that are compared at once."""
@@ -34,8 +34,8 @@ class Readout:
 
 def readouts(model: nn.Module, blocks: Sequence[str], batch: Any) -> dict[str, Readout]:
     """Per block: the class token for CLIP's vision tower and ViT, else the mean over real tokens."""
-    masks = _mask_keys(model, blocks, batch)
-    kinds = {name: getattr(_stack_config(model, name), "model_type", None) for name in blocks}
+    masks = mask_keys(model, blocks, batch)
+    kinds = {name: getattr(stack_config(model, name), "model_type", None) for name in blocks}
     return {name: Readout(kinds[name] in CLASS_TOKEN_MODELS, masks[name]) for name in blocks}
 
 
