@@ -34,7 +34,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 LEARN, TEST = 400, 48
 """Texts per domain to learn from (and to calibrate on), and to test on."""
 
-TRAINING = Training(steps=30, batch_size=8, learning_rate=5e-4, warmup=5, weight_decay=0.0)
+TRAINING = Training(steps=24, batch_size=4, learning_rate=1e-3, warmup=4, weight_decay=0.0)
 
 
 def build(root: Path, *, progress: bool, training: Training = TRAINING, base: Path | None = None) -> None:
