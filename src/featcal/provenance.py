@@ -366,5 +366,8 @@ def _range(sums: _Sums, labels: Sequence[str]) -> str:
     ratio = math.sqrt(sums.change2) / max(float(sizes[sizes > 0].mean()), 1e-30)
     cosine = sums.change_tau / (sizes * math.sqrt(sums.change2)).clamp(min=1e-30)
     lost = [labels[i] for i, c in enumerate(cosine.tolist()) if sizes[i] and abs(c) < 4 / math.sqrt(sums.entries)]
+    lost = (
+        lost if len(lost) < int((sizes > 0).sum()) else []
+    )  # model_stock on unrelated task vectors ends up near the base
     text = f"‖merged − base‖ is {ratio:.2f} times the mean ‖model − base‖, which is in the usual range"
     return text + (f"; but nothing in it resembles {', '.join(lost)}: was that model merged?" if lost else "")
