@@ -76,7 +76,7 @@ def make_source(kind: str, folder: Path) -> DataSpec:
     elif kind == ".json":
         path.write_text(json.dumps(rows, indent=1))
     elif kind == ".jsonl.gz":
-        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+        path.write_bytes(gzip.compress("".join(json.dumps(row, mtime=0) + "\n" for row in rows).encode()))
     elif kind in (".csv", ".tsv"):
         with open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, ["text", "label"], delimiter="," if kind == ".csv" else "\t")
@@ -332,7 +332,7 @@ def test_a_huge_line(tmp_path: Path) -> None:
         ("d.csv", b"text,text\na,b\n", "d.csv: two columns are called 'text'"),
         ("d.parquet", b"PAR1 not really", "d.parquet: not a readable Parquet file"),
         ("d.jsonl.gz", b"\x1f\x8b broken", "d.jsonl.gz is not a whole gzip file; fetch it again"),
-        ("d.jsonl.gz", gzip.compress(b'{"text": "a"}')[:-9], "d.jsonl.gz is not a whole gzip file; fetch it again"),
+        ("d.jsonl.gz", gzip.compress(b'{"text": "a"}', mtime=0)[:-9], "d.jsonl.gz is not a whole gzip file; fetch it again"),
         ("d.parquet.gz", b"x", "cannot read data from '.parquet.gz' files; known: .jsonl, .json, .csv, .tsv, .txt, .parquet"),
         ("d.xlsx", b"x", "d.xlsx: cannot read data from '.xlsx' files; known: .jsonl"),
         ("data", b"x", "data: cannot read data from 'data' files; known: .jsonl"),
