@@ -20,6 +20,7 @@ from .errors import InputError, nearest
 from .log import progress_bar
 from .network import Network, pick_device
 from .settings import Calibration, make_settings
+from .states import Config, ModelOrState, as_models
 from .stream import MODEL_ERRORS
 from .student import Student
 from .targets import BlockInfo, Group, choose, probe, skippable_stem, with_readout
@@ -45,11 +46,12 @@ class Result:
 
 
 def calibrate(
-    merged: nn.Module,
+    merged: ModelOrState,
     *,
-    base: nn.Module,
-    experts: Mapping[str, nn.Module],
+    base: ModelOrState,
+    experts: Mapping[str, ModelOrState],
     data: Mapping[str, Iterable[Any]],
+    config: Config | None = None,
     scores: Mapping[str, Scores] | None = None,
     preset: str | None = None,
     blocks: Sequence[str] | None = None,
@@ -62,12 +64,13 @@ def calibrate(
     """Calibrate a merged model toward its experts (FeatCal), block by block, in closed form.
 
     Args:
-        merged: the merged model; base, merged and experts are of one class.
+        merged: the merged model; base, merged and experts are of one class. All may be state dicts.
         base: the common base, for the anchor W^base + ρ (W^M − W^base).
         experts: task name → expert.
         data: task name → iterable of batches: a dict of tensors, a tensor, or a tuple led by either. Padding is taken
             from the batch's `attention_mask` (`decoder_attention_mask`). At most `samples` samples per task are read;
             no label is.
+        config: for state dicts: a transformers config, its folder, or a function that makes the model (`states`).
         scores: task name → function (model, batch) → (rows, classes), for models whose scores live outside them.
         preset: `clip`, `flan-t5`, `llama`, …: the published settings.
         blocks: globs of block names, for models that are not transformers'.
@@ -80,6 +83,7 @@ def calibrate(
     """
     clock = time.perf_counter()
     chosen = make_settings(preset, **settings)
+    merged, base, experts = as_models(merged, base, experts, config)
     check_models(merged, base, experts, data)
     torch.manual_seed(seed)
     model = merged if inplace else copy.deepcopy(merged)
