@@ -76,7 +76,7 @@ def make_source(kind: str, folder: Path) -> DataSpec:
     elif kind == ".json":
         path.write_text(json.dumps(rows, indent=1))
     elif kind == ".jsonl.gz":
-        path.write_bytes(gzip.compress("".join(json.dumps(row, mtime=0) + "\n" for row in rows).encode()))
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     elif kind in (".csv", ".tsv"):
         with open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, ["text", "label"], delimiter="," if kind == ".csv" else "\t")
