@@ -23,6 +23,7 @@ from featcal.baselines import (
     ProbSurgery,
     Surgery,
     Training,
+    open_candidates,
     train_surgery,
 )
 from featcal.baselines.corrected import is_corrected, load_corrected, shared_copy
@@ -31,7 +32,7 @@ from featcal.baselines.run import train_recipe
 from featcal.baselines.train import _DeepLesson, _fit, _seed, in_turn, train_in_memory
 from featcal.cli import main
 from featcal.errors import InputError, RunError
-from featcal.evaluate import Classification, EvalTask, Generation, Likelihood, ZeroShotHead, evaluate
+from featcal.evaluate import Adapted, Classification, EvalTask, Generation, Likelihood, ZeroShotHead, evaluate
 from featcal.evaluate.scorers import Batch
 from featcal.network import Network
 from featcal.plan import prepare
@@ -432,6 +433,12 @@ def test_adapters_belong_to_one_merged_model(tmp_path: Path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["merged"] == str(tmp_path / "merged") and not (tmp_path / "out" / "merged").exists()
     assert load_corrected(tmp_path / "out").method == "surgery"
+    batch = pico.batches("bert", 1, 5)[0]
+    model, candidate = open_candidates(tmp_path / "out")
+    with torch.no_grad():
+        assert isinstance(candidate("task1"), Adapted) and torch.isfinite(model(**batch).logits).all()
+    plain, itself = open_candidates(tmp_path / "merged")
+    assert itself("task1") is plain
     shutil.copy(tmp_path / "task0" / "model.safetensors", tmp_path / "merged" / "model.safetensors")
     with pytest.raises(InputError, match="is not the one that the adapters"):
         load_corrected(tmp_path / "out")

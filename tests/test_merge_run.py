@@ -20,6 +20,7 @@ from transformers import BertModel, CLIPVisionModel, LlamaForCausalLM
 import featcal.merging.tensors
 import folders
 import pico
+from children import Doom, command, ranks
 from featcal.cli import main
 from featcal.errors import InputError, RunError
 from featcal.merging import REGISTRY, get_merger, merge_modules, merge_state_dicts
@@ -411,3 +412,34 @@ def test_the_command_prints_where_the_merge_is(
     assert not ended.value.code
     assert capsys.readouterr().out.replace("\n", "").startswith(f"{tmp_path / 'out'}  (tsv_m, ")
     assert (tmp_path / "out" / MADE).is_file()
+
+
+# ---- processes
+
+
+def test_a_killed_merge_leaves_nothing_and_goes_on(made_jobs: dict[str, Path], tmp_path: Path) -> None:
+    recipe = made_jobs["llama"]
+    merge(recipe, tmp_path / "whole", overrides=[setting("wudi")], progress=False)
+    words = ["-q", "merge", recipe, "-o", tmp_path / "out", "--set", setting("wudi")]
+    for at in (4, 30, 60):
+        assert command(words, tmp_path / "log", doom=Doom(tmp_path, at)).status() == -9
+        assert not (tmp_path / "out").exists()
+    child = command(words, tmp_path / "log")
+    assert child.status() == 0, child.text
+    assert folders.hashes(tmp_path / "out", skip=(MADE,)) == folders.hashes(tmp_path / "whole", skip=(MADE,))
+    assert not list(folders.hidden(tmp_path))
+
+
+@pytest.mark.parametrize("method", ["ties", "regmean_pp"])
+def test_the_first_of_several_processes_merges(method: str, made_jobs: dict[str, Path], tmp_path: Path) -> None:
+    recipe, override = made_jobs["llama"], setting(method)
+    run(recipe, tmp_path / "one", overrides=[override], progress=False)
+    words = ["-q", "calibrate", recipe, "-o", tmp_path / "two", "--set", override]
+    children = ranks(words, tmp_path / "log", 2)
+    assert [child.status() for child in children] == [0, 0], [child.text for child in children]
+    one, two = folders.weights(tmp_path / "one"), folders.weights(tmp_path / "two")
+    assert all(torch.allclose(one[key], two[key], rtol=0, atol=1e-6) for key in one)
+    children = ranks(["-q", "merge", recipe, "-o", tmp_path / "merged", "--set", override], tmp_path / "log", 2)
+    assert [child.status() for child in children] == [0, 0]
+    told = json.loads((tmp_path / "merged" / MADE).read_text())
+    assert told["merged"]["method"] == method

@@ -7,7 +7,7 @@ corrected.logits(batch, "cars")                                   # the task has
 They stay in the inference path, unlike FeatCal's update. `docs/baselines.md` has formulas, defaults and sources.
 """
 
-from .corrected import Corrected
+from .corrected import Corrected, load_corrected, open_candidates
 from .modules import METHODS, Correction, DeepSurgery, ProbSurgery, Surgery
 from .train import Trained, Training, train_surgery
 
@@ -20,5 +20,7 @@ __all__ = [
     "Surgery",
     "Trained",
     "Training",
+    "load_corrected",
+    "open_candidates",
     "train_surgery",
 ]

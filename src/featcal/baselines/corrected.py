@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ..drift.outputs import logits_of
 from ..errors import InputError, nearest
 from ..evaluate.checkpoints import load_model
 from ..evaluate.heads import Head, OwnHead
-from ..evaluate.run import Adapted
+from ..evaluate.run import Adapted, Candidate
 from ..evaluate.scorers import adapted
 from ..hub import locate
 from ..reader import open_checkpoint
@@ -136,6 +136,21 @@ def load_corrected(folder: str | Path) -> Corrected:
     return Corrected(
         config["featcal_baseline"], model, adapters, {key: value for key, value in config.items() if key not in named}
     )
+
+
+def open_candidates(ref: str | Path, *, base: str | Path | None = None) -> tuple[nn.Module, Callable[[str], Candidate]]:
+    """The model that a reference means, and what is scored of it on a task.
+
+    That is the model itself, or, for a folder of adapters, the merged model with the task's adapter.
+
+    Args:
+        base: folder of the base, for a PEFT adapter alone.
+    """
+    if is_corrected(ref):
+        corrected = load_corrected(ref)
+        return corrected.model, corrected.candidate
+    model = load_model(ref, base=base)
+    return model, lambda task: model
 
 
 def _load_adapters(file: Path, config: Mapping[str, Any]) -> dict[str, Correction]:
