@@ -1,0 +1,1 @@
+"""featcal inside other tools. Each module here needs its tool installed."""
