@@ -99,6 +99,25 @@ def test_every_method_from_the_recipe_equals_the_merge_in_memory(
     assert load_recipe(tmp_path / "out" / "featcal.yaml") == load_recipe(recipe, [override])
 
 
+@pytest.mark.parametrize(("family", "method"), [("gpt2", "wudi"), ("gpt2", "regmean"), ("qwen3-moe", "ties"),
+                                                ("qwen3-moe", "regmean_pp"), ("qwen3-moe", "fisher")])  # fmt: skip
+def test_transposed_and_fused_tensors(family: str, method: str, tmp_path: Path) -> None:
+    """GPT-2's weights are transposed; a mixture's experts are one tensor in memory and many on disk."""
+    recipe, override = job(tmp_path, family), setting(method)
+    made = merge(recipe, tmp_path / "out", overrides=[override], progress=False)
+    got, expected = folders.weights(tmp_path / "out"), in_memory(recipe, override)
+    assert all(torch.allclose(got[key], value, rtol=0, atol=2e-6) for key, value in expected.items())
+    plan = prepare_merge(load_recipe(recipe, [override]))
+    assert plan.base is not None
+    fused = [name for name in plan.base.keymap.parameters if plan.base.keymap.key(name) is None]
+    assert bool(fused) == (family == "qwen3-moe")
+    if method == "fisher":
+        assert sum("the file stores it in another form" in note for note in made.notes) == len(fused)
+    base = folders.weights(tmp_path / "base")
+    after = 2 if method == "regmean_pp" else 0  # the last norm and the head keep the base's values
+    assert sum(not torch.equal(base[key], got[key]) for key in base) == len(base) - after
+
+
 @pytest.mark.parametrize("method", ["task_arithmetic", "regmean_pp"])
 def test_a_calibration_merges_first_and_equals_that_of_the_merged_folder(
     method: str, made_jobs: dict[str, Path], tmp_path: Path
