@@ -225,6 +225,12 @@ def test_tasks_depend_on_the_seed_alone() -> None:
     assert tasks.make_tasks(tables, 6, 12, seed=1)[0].test != tasks.make_tasks(tables, 6, 12, seed=2)[0].test
 
 
+def test_experts_train_on_the_same_texts_whatever_the_samples() -> None:
+    few, many = (tasks.make_tasks(pico_tables(), samples, 12, seed=1) for samples in (4, 40))
+    for a, b in zip(few, many, strict=True):
+        assert a.train[: len(b.train)] == b.train and a.calibration == b.calibration[:4]
+
+
 def test_texts_are_cut_at_a_word() -> None:
     assert tasks.cut("short") == "short"
     long = "word " * 200
@@ -326,7 +332,7 @@ def test_expert_is_trained_once_and_damage_is_mended(
     assert "is damaged" in caplog.text
 
 
-def test_head_is_cached_and_saved_as_evaluate_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, (rows, targets) = pico_bert(), training_rows()
     first = cached_head(tmp_path, "t", base, "hash", rows, targets, 2)
     torch.testing.assert_close(first.centroid_CD, tasks.make_head(base, rows, targets, 2).centroid_CD)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import BertModel
 
-from ..evaluate.heads import CentroidHead, load_centroid_head
+from ..evaluate.heads import CentroidHead
 from .cache import cache_key, cached_tensors
-from .tasks import Batch, make_head
+from .tasks import LOGIT_SCALE, Batch, make_head
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,8 @@ def cached_head(
     """
     key = cache_key({"base": source, "classes": classes}, {**rows, "targets": targets})
     file = folder / "heads" / f"{task}-{key}.safetensors"
-    cached_tensors(file, lambda: head_tensors(make_head(base, rows, targets, classes)))
-    return load_centroid_head(file)
-
-
-def head_tensors(head: CentroidHead) -> dict[str, Tensor]:
-    """`centroids` (classes, width) and `logit_scale`, as `load_centroid_head` reads them."""
-    return {"centroids": head.centroid_CD, "logit_scale": torch.tensor(head.scale)}
+    tensors = cached_tensors(file, lambda: {"centroids": make_head(base, rows, targets, classes).centroid_CD})
+    return CentroidHead(tensors["centroids"], LOGIT_SCALE)
 
 
 def cached_expert(

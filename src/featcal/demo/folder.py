@@ -14,8 +14,7 @@ from transformers import BertModel
 from transformers.utils import logging as transformers_logging
 
 from ..errors import InputError
-from ..writer import write_safetensors
-from .experts import head_tensors
+from ..evaluate import save_centroid_head
 from .plot import plot_drift
 from .results import DemoResult
 from .suite import Options, Suite
@@ -46,8 +45,7 @@ def save_texts(output: Path, suite: Suite, options: Options) -> None:
     for name, task in suite.tasks.items():
         write_jsonl(output / "data" / f"{name}.jsonl", [{"text": example.text} for example in task.calibration])
         write_jsonl(output / "test" / f"{name}.jsonl", [example._asdict() for example in task.test])
-        (output / "heads").mkdir(exist_ok=True)
-        write_safetensors(output / "heads" / f"{name}.safetensors", head_tensors(suite.heads[name]))
+        save_centroid_head(suite.heads[name], output / "heads" / f"{name}.safetensors")
 
 
 def save_models(output: Path, suite: Suite, models: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Five text classification tasks, which split each step reads, and the fixed heads that score an encoder on them.
 
     training split   calibration  the first texts of a seeded permutation; their labels are never used
-                     train        all others: they train the experts, and the first of them make the heads
+                     train        all others, last first: they train the experts; the first of them make the heads
     test split       test         a seeded sample, read for the table, the gap and the drift plot, and nowhere else
 
 Nothing (training length, merge scale, calibration settings) is chosen by the test split. The tasks are the four groups
@@ -80,7 +80,8 @@ def make_tasks(tables: Mapping[str, Sequence[Example]], calibration: int, test: 
             random.Random(f"{seed}/{name}/{split}").shuffle(rows)
             splits[split] = tuple(rows)
         classes = tuple(sorted({example.label for example in splits["train"]}))
-        train, apart = splits["train"][calibration:], splits["train"][:calibration]
+        # Training texts count from the other end: the experts stay the same, whatever the number of samples.
+        train, apart = splits["train"][calibration:][::-1], splits["train"][:calibration]
         tasks.append(Task(name, classes, train, apart, splits["test"][:test]))
     return tasks
 
