@@ -298,7 +298,7 @@ def report(folder: Annotated[Path, typer.Argument(help="output folder of a run",
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option("-o", "--output", help="folder to fill")] = Path("demo-out"),
-    samples: Annotated[int, typer.Option(help="calibration texts per task", min=16)] = 256,
+    samples: Annotated[int, typer.Option(help="calibration texts per task", min=16)] = 128,
     seed: Annotated[int, typer.Option(help="of the choice of texts and of the experts' training")] = 42,
     compare: Annotated[
         bool, typer.Option("--compare", help="instead: every merger, alone and with FeatCal on top (far longer)")
