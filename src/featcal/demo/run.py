@@ -18,7 +18,10 @@ from .sources import cache_folder
 from .suite import Clock, Options, Suite, prepare
 from .tasks import MAX_TOKENS, encode
 
-CALIBRATIONS: tuple[tuple[str, str, dict[str, Any]], ...] = ((f"{MERGED} + FeatCal", "calibrated", {"preset": "clip"}),)
+CALIBRATIONS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (f"{MERGED} + FeatCal", "calibrated", {"preset": "clip"}),
+    (f"{MERGED} + FeatCal, tuned", "tuned", {"tune": "auto"}),
+)
 """Row of the table, folder it is saved in, settings given to `featcal.calibrate`. The first one's drift is drawn."""
 
 Models = dict[str, nn.Module | dict[str, nn.Module]]
