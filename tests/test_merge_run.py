@@ -92,7 +92,8 @@ def test_every_method_from_the_recipe_equals_the_merge_in_memory(
     for key, value in in_memory(recipe, override).items():
         assert torch.allclose(got[key], value, rtol=0, atol=2e-6), key
         changed += not torch.equal(got[key], base[key])
-    assert changed >= 20 and made.method == method and made.seconds > 0 and not list(folders.hidden(tmp_path))
+    fewest = 20 - (method == "regmean_pp")  # RegMean++ leaves what comes after the blocks (a final norm) at the base
+    assert changed >= fewest and made.method == method and made.seconds > 0 and not list(folders.hidden(tmp_path))
     told = json.loads((tmp_path / "out" / MADE).read_text())
     assert told["merged"]["method"] == method and told["notes"] == made.notes
     assert told["samples"] == ({"task0": 5, "task1": 5} if method in CHEAP and method != "wudi" else {})
