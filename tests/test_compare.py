@@ -50,7 +50,11 @@ def test_every_merger_alone_and_with_featcal(pico_demo: Path) -> None:
         assert list(row.correct) == ["comp", "rec", "sci", "rest", "reuters"]
         assert all(len(right) == 20 for right in row.correct.values())
     for row in found.rows[2:]:
-        assert row.seconds > 0 and row.parameters == (0 if "Surgery" not in row.step else row.parameters)
+        assert (
+            row.seconds > 0
+            and row.cpu_seconds > 0
+            and row.parameters == (0 if "Surgery" not in row.step else row.parameters)
+        )
         free = row.step == "" and REGISTRY[ALIASES.get(row.upstream, (row.upstream, {}))[0]].needs == "weights"
         assert row.samples == (0 if free else 8)
     surgery, prob = found.find("task_arithmetic", "Surgery"), found.find("task_arithmetic", "ProbSurgery")

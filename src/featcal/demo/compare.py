@@ -10,6 +10,7 @@ import ctypes
 import gc
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -55,8 +56,9 @@ def compare(
 ) -> Comparison:
     """Run the comparison, print its table and write `comparison.json` and `comparison.md` into the folder `output`.
 
-    Seconds and memory are of the step alone: merging, calibrating, or training adapters. Memory is the peak resident
-    size of the process above that before the step, so models that are loaded anyway do not count.
+    Seconds and memory are of the step alone: merging, calibrating, or training adapters. Tables show the processor's
+    seconds, which other work on the machine does not lengthen (the JSON has the clock's, too). Memory is the peak
+    resident size of the process above that before the step, so models that are loaded anyway do not count.
 
     Raises:
         InputError: `output` is a file, or a folder with something else in it.
@@ -186,11 +188,12 @@ def bits(correct_R: Tensor) -> str:
 def measured(entry: Entry) -> Iterator[None]:
     """Note the seconds of what happens inside, and the peak of memory above the start."""
     release_memory()
-    before = psutil.Process(os.getpid()).memory_info().rss
+    before, clock = psutil.Process(os.getpid()).memory_info().rss, time.process_time()
     meter = Meter(torch.device("cpu"))
     with meter:
         yield
-    entry.seconds, entry.memory_bytes = meter.seconds, max(meter.peak_rss_bytes - before, 0)
+    entry.cpu_seconds, entry.seconds = time.process_time() - clock, meter.seconds
+    entry.memory_bytes = max(meter.peak_rss_bytes - before, 0)
 
 
 def release_memory() -> None:

@@ -41,7 +41,10 @@ class Entry:
     """"" for the upstream alone, `FeatCal`, `Surgery`, `ProbSurgery`."""
     correct: dict[str, str] = field(default_factory=dict)
     """By task, one character per test text: 1 where it is right."""
+    cpu_seconds: float = 0.0
+    """Of all threads."""
     seconds: float = 0.0
+    """By the clock."""
     memory_bytes: int = 0
     samples: int = 0
     """Per task."""
@@ -92,7 +95,7 @@ class Comparison:
         """For the terminal: one line per upstream."""
         table = Table(title="Average accuracy in %", title_justify="left")
         table.add_column("upstream")
-        for name in ("alone", "+ FeatCal", "gain", "seconds", "+ FeatCal", "MB", "+ FeatCal", "samples"):
+        for name in ("alone", "+ FeatCal", "gain", "CPU s", "+ FeatCal", "MB", "+ FeatCal", "samples"):
             table.add_column(name, justify="right", min_width=5)
         for reference in (PRETRAINED, EXPERTS):
             row = self.find(reference)
@@ -102,19 +105,19 @@ class Comparison:
             top = self.find(row.upstream, "FeatCal")
             if top is not None:
                 cells = [f"{row.average:.1f}", f"{top.average:.1f}", f"{top.average - row.average:+.1f}"]
-                cells += [f"{row.seconds:.1f}", f"{top.seconds:.1f}", _mb(row), _mb(top), str(row.samples)]
+                cells += [*_seconds(row, top), _mb(row), _mb(top), str(row.samples)]
                 table.add_row(row.label, *cells)
         return table
 
     def markdown(self, seed: int) -> str:
         """Three tables: upstreams with and without FeatCal, what follows Task Arithmetic, and all rows by task."""
-        lines = _head("upstream", "alone", "+ FeatCal", GAIN, "seconds", "+ FeatCal", "MB", "+ FeatCal", "samples")
+        lines = _head("upstream", "alone", "+ FeatCal", GAIN, "CPU s", "+ FeatCal", "MB", "+ FeatCal", "samples")
         for row in self._upstreams():
             top = self.find(row.upstream, "FeatCal")
             if top is not None:
                 cells = [row.label, f"{row.average:.1f}", f"{top.average:.1f}", self._gain(top, seed)]
                 lines.append(_line(*cells, *_seconds(row, top), _mb(row), _mb(top), str(row.samples)))
-        lines += ["", *_head(f"on {MERGED}", "average", GAIN, "seconds", "MB", "samples", "extra parameters")]
+        lines += ["", *_head(f"on {MERGED}", "average", GAIN, "CPU s", "MB", "samples", "extra parameters")]
         for row in self.rows:
             if row.step and NAMES.get(row.upstream) == MERGED:
                 cells = [row.step, f"{row.average:.1f}", self._gain(row, seed), *_seconds(row)]
@@ -141,7 +144,7 @@ def _line(*cells: str) -> str:
 
 
 def _seconds(*rows: Entry) -> tuple[str, ...]:
-    return tuple(f"{row.seconds:.1f}" for row in rows)
+    return tuple(f"{row.cpu_seconds:.1f}" for row in rows)
 
 
 def _mb(row: Entry) -> str:
