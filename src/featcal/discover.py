@@ -16,7 +16,7 @@ from typing import Any
 
 from .documents import Merge, Reference, front_matter, read_merge, refuse_moe
 from .errors import InputError, nearest
-from .hub import locate
+from .hub import locate, split_adapter
 from .reader import read_json
 from .recipe import Recipe, make_recipe, resolve_reference
 from .strict_yaml import dump_yaml
@@ -77,6 +77,9 @@ def find(
         InputError: everything that is missing, with the flags to type; merges whose layers are not the experts'.
     """
     given = os.path.expanduser(merged)
+    hint = nearest(given, os.listdir()) if "/" not in given and not os.path.exists(given) else ""
+    if hint:
+        raise InputError(f"there is no folder '{given}' here{hint}")
     folder = locate(given)
     folder = folder if folder.is_dir() else folder.parent
     if (folder / _OWN).is_file():
@@ -212,11 +215,13 @@ class _Search:
     def _complain(self, unmatched: Sequence[str], rest: Mapping[str, str]) -> None:
         """Data without expert, experts without data."""
         for task in unmatched:
-            found = nearest(task, rest) if rest else ""
-            where = f"none of the experts found is called so{found}" if rest else "no expert was found for it"
-            self.problems.append(f"data '{task}': {where}")
-            likely = rest[found.split("'")[1]] if found else "MODEL"
-            self.missing.append(f"--expert {task}={likely}")
+            hint = nearest(task, rest)
+            if hint:
+                self.problems.append(f"data '{task}': no expert is called so{hint}")
+                continue
+            known = f" (there are: {', '.join(rest)})" if rest else ""
+            self.problems.append(f"data '{task}': no expert was found for it{known}")
+            self.missing.append(f"--expert {task}=MODEL")
         for task in self.flag_experts:
             if task not in self.data:
                 self.problems.append(f"expert '{task}' has no data{nearest(task, self.data)}")
@@ -341,7 +346,17 @@ def _is_path(part: str) -> bool:
 
 
 def _reference(text: str) -> Reference:
-    return Reference(text) if os.path.exists(text) else Reference.parse(text, text)
+    """A reference in featcal's own spelling, where folders that exist may have a '+' or '@' in their names."""
+    model, adapter = split_adapter(text)
+
+    def revised(part: str | None) -> tuple[str | None, str | None]:
+        if part is None or os.path.exists(part):
+            return part, None
+        name, _, revision = part.partition("@")
+        return name, revision or None
+
+    (path, revision), (adapter, adapter_revision) = revised(model), revised(adapter)
+    return Reference(path or "", revision, adapter, adapter_revision)
 
 
 def _identity(place: str) -> str:

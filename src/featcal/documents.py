@@ -17,16 +17,21 @@ from typing import Any, Literal
 import yaml
 
 from .errors import InputError
+from .headers import read_header
 
 Role = Literal["ancestor", "endpoint", "none", "unknown"]
 """What the model that a document calls its base is: what the experts were tuned from, one of the merged models, …"""
 
-_ANCESTOR = (
+_ON_TASK_VECTORS = (
     "task_arithmetic", "ties", "dare_linear", "dare_ties", "della", "della_linear", "breadcrumbs", "breadcrumbs_ties",
     "sce", "ram", "ramplus_tl", "model_stock", "multislerp", "nuslerp",
 )  # fmt: skip
-_ENDPOINT = ("slerp", "nearswap", "arcee_fusion")
-_NO_BASE = ("linear", "karcher", "passthrough")
+_ROLES: dict[str, Role] = {
+    **dict.fromkeys(_ON_TASK_VECTORS, "ancestor"),
+    **dict.fromkeys(("slerp", "nearswap", "arcee_fusion"), "endpoint"),
+    **dict.fromkeys(("linear", "karcher", "passthrough"), "none"),
+}
+"""By mergekit method."""
 
 
 @dataclass(frozen=True)
@@ -244,15 +249,12 @@ def _mergekit(document: Mapping[str, Any], origin: str) -> Merge:
     else:
         modules = {"default": _module({shapes[0]: document[shapes[0]]}, origin)}
     base = document.get("base_model")
-    role: Role = "unknown"
-    for candidate, methods in (("ancestor", _ANCESTOR), ("endpoint", _ENDPOINT), ("none", _NO_BASE)):
-        role = candidate if method in methods else role  # type: ignore[assignment]
     return Merge(
         origin=origin,
         method=method,
         modules=modules,
         base=None if base is None else Reference.parse(base, f"{origin}: base_model"),
-        role=role,
+        role=_ROLES.get(method, "unknown"),
         parameters=_mapping(document.get("parameters") or {}, f"{origin}: parameters"),
         dtype=document.get("dtype"),
     )
@@ -346,8 +348,6 @@ def _pool_model(entry: Any, place: str) -> Reference:
 
 def _sd_mecha(folder: Path) -> Merge | None:
     """A recipe in a safetensors header: one instruction a line, which later lines call &0, &1, …"""
-    from .headers import read_header
-
     for path in sorted(folder.glob("*.safetensors")):
         text = read_header(path).metadata.get("mecha_recipe")
         if text:
