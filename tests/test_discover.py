@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from featcal.discover import discover, find, parse_pairs
 from featcal.documents import Reference, read_merge
 from featcal.errors import InputError
+from featcal.intake import Given
 from featcal.recipe import load_recipe
 
 DATA = {"math": "math.jsonl", "code": "code.jsonl"}
@@ -515,6 +516,25 @@ def test_pairs() -> None:
         parse_pairs(["./math.jsonl"], "--data", "SOURCE")
     with pytest.raises(InputError, match="--expert a is given twice; one model for each task"):
         parse_pairs(["a=b", "a=c"], "--expert", "MODEL")
+
+
+def test_what_commands_are_given(place: Path) -> None:
+    """A recipe file or a merged model; the flags of the latter do not go with the former."""
+    merged = write(place, models())
+    (place / "recipe.yaml").write_text(find(merged, DATA).text)
+    file = str(place / "recipe.yaml")
+    assert Given(str(merged)).is_model and Given("org/merged", data=["math=m"]).is_model
+    assert not Given(file).is_model and not Given("org/merged").is_model
+    flags = [f"{task}={source}" for task, source in DATA.items()]
+    assert (
+        Given(str(merged), data=flags, check_origin=False).recipe() == Given(file).recipe() == find(merged, DATA).recipe
+    )
+    assert Given(file, ["calibration.alpha=0.1"]).recipe().calibration.alpha == 0.1
+    for more in ({"data": flags}, {"base": "x"}, {"experts": ["math=x"]}):
+        with pytest.raises(InputError, match=r"^--(data|base|expert) goes with a merged model, and .*recipe.yaml is a"):
+            Given(file, **more).recipe()
+    with pytest.raises(InputError, match="no recipe file nothing.yaml"):
+        Given("nothing.yaml").recipe()
 
 
 def test_no_such_folder(place: Path) -> None:

@@ -310,6 +310,20 @@ def test_adapters_merged_by_peft(zoo: Path, loras: Path, capsys: pytest.CaptureF
     check_output(Path("by-peft-out"), Path("by-peft"), AutoModelForCausalLM.from_pretrained)
 
 
+def test_a_merged_adapter(zoo: Path, loras: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The merge itself left as an adapter: the calibrated model is a full one."""
+    tuned = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "lora/math", adapter_name="math")
+    tuned.load_adapter("lora/code", adapter_name="code")
+    tuned.add_weighted_adapter(["math", "code"], [0.5, 0.5], "both", combination_type="cat")
+    tuned.save_pretrained("adapter", selected_adapters=["both"])
+    flags = [f"--expert={task}=lora/{task}" for task in TASKS]
+    status, _, text = featcal("calibrate", "adapter/both", "-o", "adapter-out", *FAST, *flags, capsys=capsys)
+    assert status == 0, text
+    assert load_recipe("adapter-out/featcal.yaml").base == str(zoo / "base")
+    _, info = AutoModelForCausalLM.from_pretrained("adapter-out", output_loading_info=True)
+    assert not info["missing_keys"] and folders.shards(Path("adapter-out")) == folders.shards(Path("base"))
+
+
 # ---------------------------------------------------------------------------------------------------- other families
 
 
