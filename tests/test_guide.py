@@ -42,8 +42,10 @@ def command(line: str) -> None:
         patch.setattr(sys, "argv", [program, *arguments])
         try:
             if program == "mergekit-yaml":
+                from mergekit.io.tasks import LoaderCache
                 from mergekit.scripts.run_yaml import main
 
+                LoaderCache().loaders.clear()  # by relative path, from other tests
                 main([*arguments, "--quiet"], standalone_mode=False)
             else:
                 assert program == "featcal", line
