@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -19,11 +20,9 @@ import folders
 import pico
 from featcal.errors import InputError
 
-pytest.importorskip("fusion_bench", reason="pip install fusion-bench")
-
-from fusion_bench.modelpool import CLIPVisionModelPool
-
-from featcal.integrations.fusion_bench import FeatCalAlgorithm
+# Imported in the tests only: once it is, `find_spec` fails on it, which other tests ask.
+if importlib.util.find_spec("fusion_bench") is None:
+    pytest.skip("pip install fusion-bench", allow_module_level=True)
 
 TARGET = "featcal.integrations.fusion_bench.FeatCalAlgorithm"
 
@@ -56,13 +55,20 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(pool: Path, **changes: Any) -> CLIPVisionModelPool:
+def load(pool: Path, **changes: Any) -> Any:
+    from fusion_bench.modelpool import CLIPVisionModelPool
+    from omegaconf import OmegaConf
+
     config = yaml.safe_load((pool / "conf" / "modelpool" / "local.yaml").read_text())
     for key in ("_target_", "_recursive_"):
         del config[key]
-    from omegaconf import OmegaConf
-
     return CLIPVisionModelPool(**OmegaConf.create({**config, **changes}))
+
+
+def algorithm(**arguments: Any) -> Any:
+    from featcal.integrations.fusion_bench import FeatCalAlgorithm
+
+    return FeatCalAlgorithm(**arguments)
 
 
 def direct(pool: Path, scale: float = 0.3, **settings: Any) -> dict[str, torch.Tensor]:
@@ -99,15 +105,15 @@ def test_from_the_command_line(pool: Path, tmp_path: Path) -> None:
 def test_methods_of_fusion_bench_may_merge_first(pool: Path) -> None:
     merge = {"_target_": "fusion_bench.method.TaskArithmeticAlgorithm", "scaling_factor": 0.4}
     calibration = {"alpha": 0.2, "exclude": ["*.fc1*"]}
-    made = FeatCalAlgorithm(merge=merge, samples=12, calibration=calibration, device="cpu").run(load(pool))
+    made = algorithm(merge=merge, samples=12, calibration=calibration, device="cpu").run(load(pool))
     expected = direct(pool, 0.4, **calibration)
     assert all(torch.allclose(p, expected[name], atol=1e-6) for name, p in made.state_dict().items())
 
 
 def test_what_is_missing_is_said(pool: Path) -> None:
     with pytest.raises(InputError, match="no _pretrained_ model"):
-        FeatCalAlgorithm().run(load(pool, models={"cars": str(pool / "cars")}))
+        algorithm().run(load(pool, models={"cars": str(pool / "cars")}))
     with pytest.raises(InputError, match="no training set for 'cars'"):
-        FeatCalAlgorithm().run(load(pool, train_datasets=None))
+        algorithm().run(load(pool, train_datasets=None))
     with pytest.raises(InputError, match="unknown calibration setting 'alhpa'; did you mean 'alpha'"):
-        FeatCalAlgorithm(calibration={"alhpa": 1}).run(load(pool))
+        algorithm(calibration={"alhpa": 1}).run(load(pool))
