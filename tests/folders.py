@@ -14,11 +14,12 @@ import torch
 import yaml
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
-from transformers import CLIPImageProcessor, PreTrainedTokenizerFast
+from transformers import CLIPImageProcessor, LlamaConfig, PreTrainedTokenizerFast
 
 import pico
 
@@ -131,3 +132,59 @@ def hashes(folder: Path, skip: tuple[str, ...] = ("report.json", "report.html"))
 def hidden(folder: Path) -> Iterator[Path]:
     """What a run left beside its output."""
     return folder.glob(".*featcal*")
+
+
+def llama_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Tensor names and shapes of a Llama with a tied head, as its file has them."""
+    width, mlp, head = config.hidden_size, config.intermediate_size, config.head_dim
+    keys = config.num_key_value_heads * head
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, width)}
+    for layer in range(config.num_hidden_layers):
+        parts: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (config.num_attention_heads * head, width),
+            "self_attn.k_proj": (keys, width),
+            "self_attn.v_proj": (keys, width),
+            "self_attn.o_proj": (width, config.num_attention_heads * head),
+            "mlp.gate_proj": (mlp, width),
+            "mlp.up_proj": (mlp, width),
+            "mlp.down_proj": (width, mlp),
+            "input_layernorm": (width,),
+            "post_attention_layernorm": (width,),
+        }
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
+    return shapes | {"model.norm.weight": (width,)}
+
+
+def llama_config(width: int, mlp: int, layers: int, heads: int, kv: int, vocabulary: int) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        head_dim=width // heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+
+
+def make_llama_job(folder: Path, config: LlamaConfig, rows: int = 24, **fields: Any) -> Path:
+    """Random bf16 Llamas of any size, experts a little apart from the base; texts of up to twelve words."""
+    for seed, name in enumerate(("base", "merged", "task0", "task1")):
+        same, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+        tensors = {}
+        for key, shape in llama_shapes(config).items():
+            value = torch.ones(shape)
+            if len(shape) == 2:
+                value = torch.randn(shape, generator=same) + 0.03 * torch.randn(shape, generator=own)
+                value *= shape[1] ** -0.5
+            tensors[key] = value.bfloat16()
+        (folder / name).mkdir()
+        save_file(tensors, folder / name / "model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(folder / name)
+        tokenizer().save_pretrained(folder / name)
+    for seed in range(2):
+        write_data(folder, f"task{seed}", "llama", rows, seed)
+    return write_recipe(folder, ["task0", "task1"], **fields)

@@ -164,3 +164,15 @@ def test_a_model_without_scores_is_tuned_by_neighbourhoods() -> None:
             tune.tune(bench, settings_of(setup))
     assert found.kind == "feature neighbourhoods"
     assert len(found.candidates) >= 9 and all(c.criterion > 0 for c in found.candidates)
+
+
+def test_the_choice_does_not_depend_on_how_many_fit_side_by_side(setup: pico.Setup) -> None:
+    settings = settings_of(setup)
+    found = []
+    for most in (1, 2, 8):
+        with ExitStack() as stack:
+            bench = bench_of(setup, stack, settings)
+            bench.side_by_side = most
+            found.append(tune.tune(bench, settings).as_dict() | {"seconds": 0.0})
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]["candidates"]) > 8

@@ -32,6 +32,8 @@ class Bench:
     comm: Comm = field(default_factory=Comm)
     spill: Path | None = None
     """Folder for activations that shall not stay in memory."""
+    side_by_side: int = 8
+    """Candidates whose sums fit into memory at once while settings are tuned."""
 
     def job(self, settings: Sequence[Calibration], *, samples: int | None = None, onlooker: bool = False) -> Job:
         """A job with one student per settings, on the first `samples` samples of each task and all held-out ones.

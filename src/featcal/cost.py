@@ -9,13 +9,18 @@ from pathlib import Path
 
 import psutil
 import torch
+from transformers import PreTrainedModel
 
 from .blocks import batch_size
+from .drift.outputs import LOGITS
+from .drift.rows import CHUNK as COMPARED
 from .moments import CHUNK, cheaper_form
 from .names import KeyMap
+from .settings import Calibration
 from .skeleton import BIG
 from .survey import Batches, Survey
 from .targets import BlockInfo, Group, unit_modules
+from .tune import ALPHA, FEWEST, RHO, SHARE
 
 GPU_CONTEXT = 600 * 2**20
 """Bytes that a CUDA context takes before anything is in it."""
@@ -23,6 +28,8 @@ BANDWIDTH, READING = 5e9, 1e9
 """Bytes per second: sums in memory; weights from files, converted on the way."""
 CALL = 4e-3
 """Seconds of a model's forward besides its arithmetic."""
+LATER = 30 * 2**20
+"""Bytes of what is imported and made after the plan."""
 
 
 @dataclass
@@ -39,16 +46,24 @@ class Cost:
     candidate_bytes: int = 0
     """Memory of one more candidate that walks along while settings are tuned."""
 
+    def side_by_side(self, device: torch.device) -> int:
+        """How many candidates fit into the memory that is free now; at least one."""
+        taken = psutil.Process().memory_info().rss if device.type == "cpu" else 0
+        room = 0.8 * available_memory(device) - (self.memory_bytes - taken)
+        return 1 + max(int(room // max(self.candidate_bytes, 1)), 0)
+
 
 @dataclass
 class _Group:
-    """One input group of a block, with its rows per task."""
+    """One input group of a block, with its rows."""
 
     group: Group
     rows: Mapping[str, int]
-    """Real rows that enter the moments."""
-    total: int
-    """Rows of all tasks with padding and held-out ones."""
+    """Per task, real rows that enter the moments."""
+    learnt: int
+    """The same over all tasks, with padding."""
+    apart: int
+    """Held-out rows of all tasks, with padding."""
 
     def __post_init__(self) -> None:
         self.width, self.outputs = self.group.width, sum(self.group.outputs)
@@ -89,23 +104,85 @@ class _Group:
         """Passing bytes of the solve: the system and its factor, and the weights in question."""
         return 28 * self.width**2 + 48 * max(self.group.outputs) * self.width
 
-    def operations(self) -> float:
-        """Of moments and solve, counted as float32 operations (float64 ones twice)."""
+    def operations(self, share: float) -> float:
+        """Of moments of a share of the rows, and solve, counted as float32 operations (float64 ones twice)."""
         width, outputs, done = self.width, self.outputs, 0.0
         pieces = -(-width // max(256, -(-width // 8)))
         for task, rows in self.rows.items():
-            done += 2 * rows * width**2 * (pieces + 1) / (2 * pieces)
+            done += 2 * share * rows * width**2 * (pieces + 1) / (2 * pieces)
             if self.forms[task] == "inputs":
-                done += 2 * rows * width**2 + 4 * outputs * width**2
+                done += 2 * share * rows * width**2 + 4 * outputs * width**2
             else:
-                done += 4 * rows * outputs * width
+                done += 4 * share * rows * outputs * width
         return done + 2 * (width**3 / 3 + 2 * outputs * width**2) + 4 * outputs * width**2
 
-    def traffic(self) -> float:
+    def traffic(self, share: float) -> float:
         """Bytes that move while float64 sums are added to, cleared, folded and solved."""
         own = self.moments
-        flushes = sum(-(-rows // self.chunk) for rows in self.rows.values())
+        flushes = sum(-(-int(share * rows) // self.chunk) for rows in self.rows.values())
         return 2.5 * own * flushes + (own + 3 * self.sums) * len(self.rows) + 6 * self.sums
+
+
+@dataclass
+class _Block:
+    """One block with its groups."""
+
+    entries: int
+    units: int
+    groups: list[_Group]
+    learnt: int
+    """Batches that are learnt from."""
+    apart: int
+    """Held-out batches."""
+
+    def forward(self, share: float, apart: float) -> float:
+        """Operations of the block on a share of the rows that are learnt from and a multiple of the held-out ones."""
+        known = sum(g.outputs * g.width for g in self.groups)
+        rows = [share * g.learnt + apart * g.apart for g in self.groups]
+        linear = sum(r * g.outputs * g.width for r, g in zip(rows, self.groups, strict=True))
+        return 2.0 * (linear + max(self.entries - known, 0) * max(rows, default=0.0))
+
+    def seconds(self, rate: float, share: float, students: int, watching: float, passes: int) -> float:
+        """A walk past the block: the experts once, each student's sums, solve and outputs.
+
+        Args:
+            share: of the rows that are learnt from.
+            watching: passes of the held-out rows besides.
+            passes: over the block for the sums; of several, each stops halfway on average.
+        """
+        looks = 1.0 if passes == 1 else passes / 2
+        work = self.forward(share, 1) + self.forward(share * (looks - 1) if passes > 1 else 0, 0)
+        work += students * (self.forward(share * looks, 0) + self.forward(share, 1)) + self.forward(0, watching)
+        work += students * sum(g.operations(share) for g in self.groups)
+        calls = share * self.learnt * passes * (1 + students) + (students + 1) * self.apart
+        calls += students * share * self.learnt + watching * self.apart
+        traffic = students * sum(g.traffic(share) for g in self.groups)
+        return work / rate + traffic / BANDWIDTH + CALL * calls
+
+
+@dataclass
+class _Head:
+    """The output layer, which measuring and tuning run on held-out rows; zeros without one."""
+
+    classes: int
+    width: int
+    rows: int
+    """Held-out rows, with padding."""
+    largest: int
+    """Of one batch."""
+
+    @property
+    def passing(self) -> int:
+        """Bytes while the scores of a few samples are compared."""
+        scores = min(self.largest * self.classes, LOGITS)
+        return 4 * (4 * scores + 10 * min(scores, COMPARED))
+
+    def seconds(self, rate: float, models: float) -> float:
+        scores = self.rows * self.classes * models
+        parts = max(self.rows * self.classes / LOGITS, 1.0)
+        return (
+            2 * scores * self.width / rate + 80 * scores / BANDWIDTH + 2 * parts * self.classes * self.width / READING
+        )
 
 
 def estimate(
@@ -115,7 +192,7 @@ def estimate(
     learn: Batches,
     held_out: Batches,
     device: torch.device,
-    schedule: str,
+    settings: Calibration,
     *,
     side_files: int = 0,
 ) -> Cost:
@@ -124,47 +201,74 @@ def estimate(
     Args:
         seen: the survey of that model.
         learn, held_out: batches by task.
-        schedule: `block` or `group`.
         side_files: bytes of the files that are copied along.
     """
     size = 4 if device.type == "cpu" else 2
-    every = {task: [*learn[task], *held_out[task]] for task in learn}
-    state = sum(seen.state_bytes(batch, size) for own in every.values() for batch in own)
-    apart = sum(seen.state_bytes(batch, size) for own in held_out.values() for batch in own)
-    stored = 2 * state
-    peak, candidate, seconds = 0, 0, 0.0
+    state, apart = (
+        sum(seen.state_bytes(batch, size) for own in part.values() for batch in own) for part in (learn, held_out)
+    )
     rate = matmul_rate(device)
-    for info in seen.blocks:
-        entries = _entries(keymap, info)
-        groups = [_Group(u, *_rows(u, learn, every)) for u in info.units if isinstance(u, Group)]
-        anchors = 4 * sum(g.outputs * g.width for g in groups)
-        held = groups if schedule == "block" else groups[:1]
-        block = size * entries
-        sums = sum(g.sums + g.moments for g in held)
-        largest = max((g.adding + g.pending * (len(held) > 1) for g in groups), default=0)
-        waiting = max(sum(g.pending for g in held), largest) + largest
-        learning = block + max(waiting, max((g.folding for g in groups), default=0))
-        solving = max((g.solving for g in groups), default=0)
-        candidate = max(candidate, anchors + sum(g.sums + g.moments + g.pending for g in held))
-        peak = max(peak, block + anchors + sums + max(learning, solving))
-        seconds += _seconds(info, entries, groups, learn, every, schedule, rate)
+    head = _head(keymap, held_out)
+    blocks = [_block(keymap, info, learn, held_out) for info in seen.blocks]
+    passes = [max(block.units, 1) if settings.schedule == "group" else 1 for block in blocks]
+    seconds = sum(b.seconds(rate, 1.0, 1, 3.0, n) for b, n in zip(blocks, passes, strict=True)) + head.seconds(rate, 5)
+    peak, candidate = _peak(blocks, settings.schedule, size, head)
+    candidate += state + apart
     read = sum(keymap.checkpoint.nbytes(key) for name in _inside(keymap, seen.blocks) for key in keymap.keys(name))
+    walks = 1
+    if settings.tune == "auto":
+        rounds = (len(RHO) + 1, 2 + len(ALPHA), 3)
+        share = min(1.0, max(1 / SHARE, FEWEST / settings.samples))
+        walks += len(rounds)
+        for students in rounds:
+            seconds += sum(b.seconds(rate, share, students, 1.0, n) for b, n in zip(blocks, passes, strict=True))
+            seconds += head.seconds(rate, students + 2)
     weights = sum(map(keymap.checkpoint.nbytes, keymap.checkpoint.keys()))
     new = sum(_target_bytes(keymap, info) for info in seen.blocks)
-    seconds += read * (experts + 2) / READING + 2 * weights / READING
-    base = psutil.Process().memory_info().rss if device.type == "cpu" else GPU_CONTEXT
-    on_cpu = stored + 3 * apart if device.type == "cpu" else 0
+    seconds += (walks * read * (experts + 2) + 2 * weights) / READING
+    base = psutil.Process().memory_info().rss + LATER if device.type == "cpu" else GPU_CONTEXT
+    kept = 2 * state + 5 * apart if device.type == "cpu" else 0
     return Cost(
-        memory_bytes=base + _outside(keymap, seen.blocks, size) * (1 + experts) + peak + on_cpu,
-        activation_bytes=stored,
+        memory_bytes=base + _outside(keymap, seen.blocks, size) * (1 + experts) + peak + kept,
+        activation_bytes=2 * (state + apart),
         disk_bytes=weights + new + side_files,
         seconds=seconds,
-        candidate_bytes=candidate + state,
+        candidate_bytes=candidate,
     )
 
 
-def _entries(keymap: KeyMap, info: BlockInfo) -> int:
-    return sum(p.numel() for name, p in keymap.parameters.items() if name.startswith(f"{info.name}."))
+def _peak(blocks: Sequence[_Block], schedule: str, size: int, head: _Head) -> tuple[int, int]:
+    """Bytes that come and go with the blocks, at most; and of those, what one student takes."""
+    peak, candidate, pool = 0, 0, 0
+    for one in blocks:
+        groups = one.groups
+        held = groups if schedule == "block" else groups[:1]
+        weights = size * one.entries
+        anchors = 4 * sum(g.outputs * g.width for g in held)
+        sums = sum(g.sums + g.moments for g in held)
+        waiting = sum(g.pending for g in held) + max((g.adding for g in groups), default=0)
+        learning = weights + max([waiting, *(g.folding for g in groups)])
+        solving = max((g.solving for g in groups), default=0)
+        pool = max(pool, sums)
+        candidate = max(candidate, anchors + sums + waiting)
+        peak = max(peak, weights + anchors + sums + max(learning, solving))
+    return max(peak, pool + head.passing), candidate
+
+
+def _block(keymap: KeyMap, info: BlockInfo, learn: Batches, held_out: Batches) -> _Block:
+    entries = sum(p.numel() for name, p in keymap.parameters.items() if name.startswith(f"{info.name}."))
+    groups = [_group(unit, learn, held_out) for unit in info.units if isinstance(unit, Group)]
+    return _Block(entries, len(info.units), groups, sum(map(len, learn.values())), sum(map(len, held_out.values())))
+
+
+def _head(keymap: KeyMap, held_out: Batches) -> _Head:
+    model = keymap.model
+    weight = getattr(model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        return _Head(0, 0, 0, 0)
+    keys = ("decoder_input_ids", "input_ids")
+    rows = [next((b[k].numel() for k in keys if k in b), 0) for own in held_out.values() for b in own]
+    return _Head(weight.shape[0], weight.shape[1], sum(rows), max(rows, default=0))
 
 
 def _inside(keymap: KeyMap, blocks: Sequence[BlockInfo]) -> list[str]:
@@ -185,49 +289,20 @@ def _target_bytes(keymap: KeyMap, info: BlockInfo) -> int:
     return sum(keymap.checkpoint.nbytes(key) for name in names for key in keymap.keys(name))
 
 
-def _rows(group: Group, learn: Batches, every: Batches) -> tuple[dict[str, int], int]:
-    """Real rows of the group per task, and the rows of all batches with padding."""
-
+def _group(group: Group, learn: Batches, held_out: Batches) -> _Group:
     def real(batches: Sequence[Mapping[str, torch.Tensor]]) -> int:
         if group.mask and all(group.mask in batch for batch in batches):
             return sum(int((batch[group.mask] != 0).sum()) for batch in batches)
         return int(group.rows_per_sample * sum(map(batch_size, batches)))
 
-    def padded(batch: Mapping[str, torch.Tensor]) -> int:
-        if group.mask and group.mask in batch:
-            return batch[group.mask].numel()
-        return int(group.rows_per_sample * batch_size(batch))
+    def padded(part: Batches) -> int:
+        batches = [batch for own in part.values() for batch in own]
+        if group.mask and all(group.mask in batch for batch in batches):
+            return sum(batch[group.mask].numel() for batch in batches)
+        return int(group.rows_per_sample * sum(map(batch_size, batches)))
 
-    total = sum(padded(batch) for own in every.values() for batch in own)
-    return {task: max(real(own), 1) for task, own in learn.items()}, total
-
-
-def _seconds(
-    info: BlockInfo,
-    entries: int,
-    groups: Sequence[_Group],
-    learn: Batches,
-    every: Batches,
-    schedule: str,
-    rate: float,
-) -> float:
-    """Of one block: forwards of experts and merged model, moments, solves."""
-    passes = max(len(info.units), 1) if schedule == "group" else 1
-    calls, rows = {True: 0, False: 0}, 0
-    for task in learn:
-        calls[True] += len(learn[task])
-        calls[False] += len(every[task])
-    share = calls[True] / max(calls[False], 1)
-    linear = sum(g.total * g.outputs * g.width for g in groups)
-    known = sum(g.outputs * g.width for g in groups)
-    rows = max((g.total for g in groups), default=0)
-    forward = 2.0 * (linear + max(entries - known, 0) * rows)
-    # All rows once through the expert and once through the calibrated block; learnt rows once more for the sums. Passes
-    # of single units stop halfway on average.
-    times = 2 + share * (1 if passes == 1 else passes / 2 + (passes - 1) / 2)
-    overhead = CALL * (2 * calls[False] + calls[True] * (1 if passes == 1 else 2 * passes))
-    work = forward * times + sum(g.operations() for g in groups)
-    return work / rate + sum(g.traffic() for g in groups) / BANDWIDTH + overhead
+    rows = {task: max(real(own), 1) for task, own in learn.items()}
+    return _Group(group, rows, padded(learn), padded(held_out))
 
 
 def matmul_rate(device: torch.device, size: int = 1024, seconds: float = 0.3) -> float:

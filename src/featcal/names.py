@@ -102,13 +102,16 @@ class KeyMap:
         if source.converter is None:
             return self.checkpoint.get(source.keys[0])
         tensors = _convert(source, {key: self.checkpoint.get(key) for key in source.keys}, self.model)
-        if name not in tensors or tensors[name].shape != self._state[name].shape:
-            got = list(tensors[name].shape) if name in tensors else "nothing"
+        self._check_whole(name, source, tensors.get(name))
+        return tensors[name]
+
+    def _check_whole(self, name: str, source: Source, tensor: Tensor | None) -> None:
+        if tensor is None or tensor.shape != self._state[name].shape:
+            got = list(tensor.shape) if tensor is not None else "nothing"
             raise InputError(
                 f"'{self.checkpoint.name}' does not hold all parts of '{name}': {len(source.keys)} tensors such as "
                 f"'{source.keys[0]}' make {got}, the model expects {list(self._state[name].shape)}"
             )
-        return tensors[name]
 
     def names(self, key: str) -> list[str]:
         """The reverse: names in the model that are made of `key`, tied ones included."""
@@ -140,15 +143,16 @@ class KeyMap:
         # On the meta device the operations cost nothing and tell every name that comes out.
         parts = {k: torch.empty(self.checkpoint.shape(k), device="meta") for k in source.keys}
         try:
-            names = list(_convert(source, parts, self.model))
+            made = _convert(source, parts, self.model)
         except (RuntimeError, ValueError) as error:
             raise InputError(
                 f"'{self.checkpoint.name}' does not hold all parts of '{first}': {len(source.keys)} tensors such as "
                 f"'{source.keys[0]}' cannot be put together ({error})"
             ) from error
-        for name in names:
+        for name, tensor in made.items():
             if name in self._state:
                 self.sources[name] = source
+                self._check_whole(name, source, tensor)
 
     def _resolve_ties(self) -> None:
         """Share sources inside each tied group, unless the file's own values say that the tensors differ."""

@@ -353,7 +353,7 @@ def _cost(plan: Plan, seen: Survey) -> Cost:
         {task: data.learn.batches for task, data in plan.tasks.items()},
         {task: data.held_out.batches for task, data in plan.tasks.items()},
         plan.device,
-        plan.recipe.calibration.schedule,
+        plan.recipe.calibration,
         side_files=folder_bytes(folder, side_files(folder).copied),
     )
     if cost.memory_bytes > available_memory(plan.device):

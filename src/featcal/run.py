@@ -148,7 +148,7 @@ def run(
 
 def open_bench(plan: Plan, comm: Comm, stack: ExitStack, spill: Path | None) -> Bench:
     """The plan's networks, open until `stack` closes, and its batches."""
-    assert plan.merged is not None and plan.base is not None
+    assert plan.merged is not None and plan.base is not None and plan.cost is not None
 
     def network(model: Model) -> DiskNetwork:
         opened = DiskNetwork(model.label, model.keymap, plan.order, plan.device, plan.stem)
@@ -164,6 +164,7 @@ def open_bench(plan: Plan, comm: Comm, stack: ExitStack, spill: Path | None) -> 
         held_out={task: data.held_out.batches for task, data in plan.tasks.items()},
         comm=comm,
         spill=spill,
+        side_by_side=comm.share_object(plan.cost.side_by_side(plan.device)),
     )
 
 

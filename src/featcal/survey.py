@@ -39,18 +39,17 @@ class Survey:
     """Modules outside the blocks that run before the last block does: without their tensors nothing runs."""
     states: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     """By stack, the shapes of the tensors that one of its blocks returned for the short samples."""
+    lengths: dict[str, int] = field(default_factory=dict)
+    """By key, the tokens of the short samples."""
 
     def state_bytes(self, batch: Mapping[str, Tensor], itemsize: int) -> int:
         """Bytes that the outputs of all stacks take for a batch."""
-        lengths = {ROWS: batch_size(batch)}
-        for key, value in batch.items():
-            if _is_tokens(value):
-                lengths[_shortened(key, value)] = value.shape[1]
+        lengths = {length: batch[key].shape[1] for key, length in self.lengths.items() if key in batch}
         total = 0
         for shape in (shape for shapes in self.states.values() for shape in shapes):
-            entries = lengths[ROWS] if shape[0] == ROWS else shape[0]
+            entries = batch_size(batch) if shape[0] == ROWS else shape[0]
             for size in shape[1:]:
-                entries *= lengths.get(size, size) if size != ROWS else size
+                entries *= lengths.get(size, size)
             total += entries * itemsize
         return total
 
@@ -66,7 +65,7 @@ def survey(
     model = skeleton(checkpoint, kind=kind, trust_remote_code=trust)
     fill_with_stand_ins(model)
     names = find_blocks(model)
-    first = short(next(iter(batches.values()))[0])
+    first = short(max(next(iter(batches.values())), key=_tokens))
     order: list[str] = []
     states: dict[str, list[tuple[int, ...]]] = {}
     try:
@@ -81,7 +80,8 @@ def survey(
             raise
         raise InputError(f"{kind.__name__} refuses the first batch: {error}") from error
     chosen = choose(with_readout(infos, model, settings.token_weights), model, settings)
-    return Survey(with_rows(chosen, batches), stem, needed, states)
+    lengths = {key: value.shape[1] for key, value in first.items() if _is_tokens(value)}
+    return Survey(with_rows(chosen, batches), stem, needed, states, lengths)
 
 
 def short(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -89,7 +89,8 @@ def short(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     def cut(key: str, value: Tensor) -> Tensor:
         rows = value[-ROWS:] if len(value) >= ROWS else torch.cat([value] * ROWS)[:ROWS]
-        return rows[:, : _shortened(key, value)] if _is_tokens(value) else rows
+        most = DECODER_TOKENS if key.startswith("decoder") else TOKENS
+        return rows[:, :most] if _is_tokens(value) else rows
 
     return {key: cut(key, value) for key, value in batch.items()}
 
@@ -98,8 +99,8 @@ def _is_tokens(value: Tensor) -> bool:
     return value.dim() == 2 and not value.is_floating_point()
 
 
-def _shortened(key: str, value: Tensor) -> int:
-    return min(value.shape[1], DECODER_TOKENS if key.startswith("decoder") else TOKENS)
+def _tokens(batch: Mapping[str, Tensor]) -> int:
+    return max((value.shape[1] for value in batch.values() if _is_tokens(value)), default=0)
 
 
 def check_samples(model: nn.Module, order: Sequence[str], batches: Batches) -> None:

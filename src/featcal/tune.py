@@ -145,19 +145,21 @@ class _Search:
         self.rounds = 0
 
     def try_all(self, wanted: Sequence[Calibration]) -> None:
-        """Run the settings that were not tried yet, side by side."""
+        """Run the settings that were not tried yet, side by side as far as memory goes."""
         tried = {_key(candidate.settings) for candidate in self.candidates}
         new = list({_key(s): s for s in wanted if _key(s) not in tried}.values())
         if not new:
             return
         self.rounds += 1
-        job = self.bench.job(new, samples=self.samples, onlooker=True)
-        calibrate(job)
-        table, self.kind = divergences(job, self.scores)
-        *mine, merged = table
-        self.merged_kl = merged
-        for one, kl in zip(new, mine, strict=True):
-            self.candidates.append(Candidate(one, kl, criterion(kl, merged), self.rounds))
+        most = self.bench.side_by_side
+        for together in (new[start : start + most] for start in range(0, len(new), most)):
+            job = self.bench.job(together, samples=self.samples, onlooker=True)
+            calibrate(job)
+            table, self.kind = divergences(job, self.scores)
+            *mine, merged = table
+            self.merged_kl = merged
+            for one, kl in zip(together, mine, strict=True):
+                self.candidates.append(Candidate(one, kl, criterion(kl, merged), self.rounds))
 
     @property
     def best(self) -> Candidate:
