@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from rich.console import Console
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from ..api import calibrate
 from ..baselines import Training, train_surgery
 from ..log import progress_bar
 from ..merging import get_merger, merge_modules
-from ..suites.meter import Meter
+from ..suites.meter import Meter, tree_rss
 from ..writer import atomic_write
 from .comparison import NAMES, Comparison, Entry
 from .folder import check_output, save_texts
@@ -188,7 +187,7 @@ def bits(correct_R: Tensor) -> str:
 def measured(entry: Entry) -> Iterator[None]:
     """Note the seconds of what happens inside, and the peak of memory above the start."""
     release_memory()
-    before, clock = psutil.Process(os.getpid()).memory_info().rss, time.process_time()
+    before, clock = tree_rss(), time.process_time()  # of the same processes as the meter's peak
     meter = Meter(torch.device("cpu"))
     with meter:
         yield
