@@ -334,7 +334,10 @@ def test_adapters_are_experts(tmp_path: Path) -> None:
                     p.normal_(0, 0.2)
         tuned.save_pretrained(str(tmp_path / task))
         expected.append(tuned.merge_and_unload().state_dict())
-    merge(recipe, tmp_path / "out", overrides=[setting("task_arithmetic", scale=0.5)], progress=False)
+    overrides = [setting("task_arithmetic", scale=0.5)]
+    with pytest.raises(InputError, match=r"OUT .* lies inside the input"):
+        merge(recipe, tmp_path / "task0" / "inside", overrides=overrides, progress=False)
+    merge(recipe, tmp_path / "out", overrides=overrides, progress=False)
     base, got = folders.weights(tmp_path / "base"), folders.weights(tmp_path / "out")
     for key, value in base.items():
         wanted = value + 0.5 * sum(state[key] - value for state in expected)

@@ -20,6 +20,7 @@ import safetensors
 import torch
 import transformers
 
+from .adapters import AdaptedCheckpoint
 from .dist import Comm
 from .errors import InputError
 from .journal import Journal, difference
@@ -84,7 +85,9 @@ def inputs_of(plan: Plan) -> list[Path]:
     """Every folder and file that is read and must stay intact."""
     models = [model for model in (plan.merged, plan.base, *plan.experts.values()) if model is not None]
     sources = [Path(spec.data.source) for spec in plan.recipe.tasks.values()]
-    return [model.checkpoint.folder for model in models] + [path for path in sources if path.exists()]
+    checkpoints = [model.checkpoint for model in models]
+    adapters = [c.adapter.folder for c in checkpoints if isinstance(c, AdaptedCheckpoint)]
+    return [c.folder for c in checkpoints] + adapters + [path for path in sources if path.exists()]
 
 
 def merge_folder(output: str | Path) -> Path:
