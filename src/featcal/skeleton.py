@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -152,11 +152,15 @@ def fill_with_stand_ins(model: nn.Module, seed: int = 0) -> None:
     """
     longest = max((sum(p.shape) * 3 + 3 for p in model.parameters()), default=1)
     buffer = torch.randn(longest, generator=torch.Generator().manual_seed(seed)).mul_(0.05)
+
+    @cache
+    def ordinary(shape: torch.Size) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul_(0.05)
+
     for name, names in _aliases(model).items():
         shape = model.get_parameter(name).shape
         if len(shape) == 3:  # packed experts: grouped matmul wants ordinary rows, so only the experts coincide
-            values = torch.randn(shape[1:], generator=torch.Generator().manual_seed(seed)).mul_(0.05)
-            _put(model, names, values.expand(shape))
+            _put(model, names, ordinary(shape[1:]).expand(shape))
             continue
         strides = tuple(3 if i + 1 < len(shape) else 1 for i in range(len(shape)))
         _put(model, names, buffer.as_strided(shape, strides))

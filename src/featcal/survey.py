@@ -11,18 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from .blocks import Gate, batch_size, find_blocks, inference, stack_of
 from .errors import InputError
 from .names import skeleton
 from .reader import Checkpoint
 from .settings import Calibration
-from .skeleton import BIG, fill_with_stand_ins
+from .skeleton import fill_with_stand_ins
 from .stream import MODEL_ERRORS
-from .targets import BlockInfo, Group, choose, probe, skippable_stem, with_readout
+from .targets import BlockInfo, Group, choose, probe, skippable_stem, weight_view, with_readout
 
 ROWS, TOKENS, DECODER_TOKENS = 2, 13, 11
 """Size of the samples that are read; odd numbers, so that they are told from widths and heads in a shape."""
+
+LARGE = 2**18
+"""Entries from which a weight is not multiplied with."""
 
 Batches = Mapping[str, Sequence[Mapping[str, Tensor]]]
 """Task name → batches."""
@@ -69,7 +73,7 @@ def survey(
     order: list[str] = []
     states: dict[str, list[tuple[int, ...]]] = {}
     try:
-        with inference(model), _without_big_heads(model, names), _watched(model, names, order, states):
+        with inference(model), _cheap_products(model), _watched(model, names, order, states):
             infos = probe(model, names, first)
             last = max(place for place, name in enumerate(order) if name in set(names))
             needed = set(order[:last]) - set(names)
@@ -141,23 +145,23 @@ def with_rows(infos: Sequence[BlockInfo], batches: Batches) -> list[BlockInfo]:
 
 
 @contextmanager
-def _without_big_heads(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
-    """Large heads give zeros: with stand-in weights they would be copied whole. Kept where a stem must be proven."""
-    inside = tuple(f"{name}." for name in blocks)
-    outside = [(name, module) for name, module in model.named_modules() if not name.startswith(inside)]
-    convolutions = any(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for _, module in outside)
-    heads = [] if convolutions else [m for _, m in outside if isinstance(m, nn.Linear) and m.weight.numel() >= BIG]
-    for head in heads:
-        head.forward = partial(_zeros, head.out_features)  # type: ignore[method-assign]
+def _cheap_products(model: nn.Module) -> Iterator[None]:
+    """Large linear modules give their input's first feature plus a ramp instead of a product.
+
+    That has the right shape, depends on the sample, and costs nothing: what runs, in which order, stays as it is.
+    """
+    large = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m.weight.numel() >= LARGE]
+    for module in large:
+        module.forward = partial(_ramp, len(weight_view(module)))  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for head in heads:
-            del head.forward  # the class's own method shows again
+        for module in large:
+            del module.forward  # the class's own method shows again
 
 
-def _zeros(width: int, x: Tensor) -> Tensor:
-    return x.new_zeros(1).expand(*x.shape[:-1], width)
+def _ramp(width: int, x: Tensor) -> Tensor:
+    return x[..., :1] + torch.linspace(-1, 1, width, dtype=x.dtype)
 
 
 @contextmanager
