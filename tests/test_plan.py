@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import shutil
 import struct
 import sys
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -25,6 +25,7 @@ import pico
 from children import CONTEXT, command, without_pictures
 from featcal.blocks import Gate, find_blocks, inference, stack_of
 from featcal.errors import InputError
+from featcal.output import peak_memory
 from featcal.plan import Plan, prepare
 from featcal.recipe import load_recipe
 from featcal.survey import ROWS, short, survey
@@ -295,11 +296,11 @@ def sparse_model(folder: Path, config: Any, mark: int) -> None:
 
 
 def plan_big(recipe: Path, result: Path) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_memory()
     plan = prepare(load_recipe(recipe))
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    grown = peak_memory() - before
     assert plan.cost is not None or plan.problems
-    found = {"problems": plan.problems, "blocks": len(plan.blocks), "grown": grown * 1024}
+    found = {"problems": plan.problems, "blocks": len(plan.blocks), "grown": grown}
     result.write_text(json.dumps(found | ({"memory": plan.cost.memory_bytes} if plan.cost else {})))
 
 
@@ -348,6 +349,19 @@ def measure(recipe: Path, output: Path, result: Path) -> None:
     estimates = {"memory": plan.cost.memory_bytes, "disk": plan.cost.disk_bytes, "seconds": plan.cost.seconds}
     used = {"memory": outcome.peak_memory_bytes, "disk": sizes[0], "seconds": seconds}
     result.write_text(json.dumps({name: estimates[name] / used[name] for name in used}))
+
+
+def weigh_oneself(result: Path) -> None:
+    result.write_text(json.dumps([peak_memory(), psutil.Process().memory_info().rss]))
+
+
+def test_the_peak_of_a_process_is_its_own(tmp_path: Path) -> None:
+    ballast = torch.ones(2**27 + 2**26)  # 768 MiB, which the child's `ru_maxrss` would count
+    process = CONTEXT.Process(target=weigh_oneself, args=(tmp_path / "result",))
+    process.start()
+    process.join()
+    peak, now = json.loads((tmp_path / "result").read_text())
+    assert 0 <= peak - now < ballast.nbytes / 2
 
 
 SIZES = {

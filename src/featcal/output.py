@@ -165,5 +165,9 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def peak_memory() -> int:
     """Peak resident memory of this process, bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux: a child's `ru_maxrss` starts at what its parent had when it was started
+        words = next(line.split() for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(words[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
