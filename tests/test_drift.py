@@ -297,7 +297,9 @@ def job_of(s: Setup, held: int, schedule: str = "block") -> tuple[Job, dict[str,
         samples = sum(batch_size(s.data[name][i]) for i in learn)
         tasks.append(Task(name, own, Stream(own, s.data[name], name), learn, samples))
     streams = {name: Stream(merged, s.data[name], name) for name in s.experts}
-    student = Student(settings, merged, streams, walks={name: range(len(s.data[name])) for name in s.experts})
+    everything = {name: range(len(s.data[name])) for name in s.experts}
+    ends = {name: everything[name][-held:] for name in s.experts}
+    student = Student(settings, merged, streams, walks=everything, ends=ends)
     job = Job(infos, tasks, merged, Network("the base", s.base, order, CPU), [student], schedule)
     return job, {name: s.data[name][len(s.data[name]) - held :] for name in s.experts}
 

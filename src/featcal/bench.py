@@ -58,11 +58,11 @@ class Bench:
         everything = {task: range(len(own[task])) for task in own}
         pool = Pool(self.merged.device)
         students = [
-            Student(one, self.merged, streams(f"student{i}"), everything, self.comm, pool)
+            Student(one, self.merged, streams(f"student{i}"), everything, held, self.comm, pool)
             for i, one in enumerate(settings)
         ]
         if onlooker:
-            students.append(Onlooker(settings[0], self.merged, streams("onlooker"), held, self.comm))
+            students.append(Onlooker(settings[0], self.merged, streams("onlooker"), held, held, self.comm))
         return Job(self.blocks, tasks, self.merged, self.base, students, settings[0].schedule)
 
     def _folder(self, side: str, task: str) -> Path | None:

@@ -71,7 +71,7 @@ def calibrate(job: Job) -> None:
                 skip(job, info)
             job.watch(info, block)
             for student in job.students:
-                student.advance(info.name, block)
+                student.advance(info.name, block, last=info is job.blocks[-1])
 
 
 def fit(job: Job, info: BlockInfo, block: nn.Module) -> list[Record]:

@@ -52,6 +52,8 @@ class Student:
     """By task; over the same batches as the experts' streams."""
     walks: Mapping[str, Sequence[int]]
     """By task, indices of the batches on which this student walks through the blocks."""
+    ends: Mapping[str, Sequence[int]]
+    """Of these, the ones whose final features are wanted: they alone pass the last block."""
     comm: Comm = field(default_factory=Comm)
     pool: Pool | None = None
     """Sums to use again; students of one job share theirs."""
@@ -212,10 +214,10 @@ class Student:
             for name, value in merged.items():
                 parameters[name].data = value
 
-    def advance(self, name: str, block: nn.Module) -> None:
+    def advance(self, name: str, block: nn.Module, *, last: bool) -> None:
         """Run the finished block on this student's batches: its features are what the next block reads."""
         with self.installed(block):
-            for task, indices in self.walks.items():
+            for task, indices in (self.ends if last else self.walks).items():
                 for index in indices:
                     self.streams[task].forward(name, index, keep=True)
 
