@@ -153,13 +153,14 @@ class _Search:
         self.rounds += 1
         most = self.bench.side_by_side
         for together in (new[start : start + most] for start in range(0, len(new), most)):
-            job = self.bench.job(together, samples=self.samples, onlooker=True)
+            first = not self.merged_kl
+            job = self.bench.job(together, samples=self.samples, onlooker=first)
             calibrate(job)
             table, self.kind = divergences(job, self.scores)
-            *mine, merged = table
-            self.merged_kl = merged
-            for one, kl in zip(together, mine, strict=True):
-                self.candidates.append(Candidate(one, kl, criterion(kl, merged), self.rounds))
+            if first:
+                self.merged_kl = table.pop()
+            for one, kl in zip(together, table, strict=True):
+                self.candidates.append(Candidate(one, kl, criterion(kl, self.merged_kl), self.rounds))
 
     @property
     def best(self) -> Candidate:
