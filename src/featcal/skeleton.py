@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .blocks import inference
 from .errors import InputError
+from .heap import trim_heap
 from .names import KeyMap
 from .network import Network, compute_dtype
 
@@ -70,6 +71,7 @@ class DiskNetwork(Network):
     def block(self, name: str) -> Iterator[nn.Module]:
         with self._loaded(self._inside[name]):
             yield self.model.get_submodule(name)
+        trim_heap()
 
     def load(self, name: str) -> Tensor:
         """One tensor on the device in the compute dtype."""
