@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 
 from ..demo.sources import Wheel, cache_folder, digest, fetch
 from ..errors import InputError, RunError
@@ -70,11 +70,13 @@ class Pictures:
 class Recipe:
     """Sizes and lengths of the trainings."""
 
-    width: int = 96
+    width: int = 192
     layers: int = 6
-    patch: int = 4
-    pretraining: Training = field(default_factory=lambda: Training(steps=500, batch_size=64, learning_rate=1e-3))
-    expert: Training = field(default_factory=lambda: Training(steps=250, batch_size=64, learning_rate=3e-4))
+    patch: int = 7
+    pretraining: Training = field(
+        default_factory=lambda: Training(steps=800, batch_size=128, learning_rate=1e-3, warmup=100)
+    )
+    expert: Training = field(default_factory=lambda: Training(steps=250, batch_size=64, learning_rate=2e-4))
 
 
 def build(root: Path, *, progress: bool, recipe: Recipe | None = None) -> None:
@@ -261,8 +263,24 @@ def pixels_of(pictures: Sequence[NDArray[np.uint8]]) -> Tensor:
     return result
 
 
+def moved(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Each picture turned by up to 20 degrees, resized by up to a fifth and moved by up to a tenth of its side.
+
+    The base learns from these, so that it knows the tasks' pictures roughly and its experts have something to add.
+    """
+    count = len(images)
+    angle = (torch.rand(count, generator=generator) * 2 - 1) * 0.35
+    size = 1 + (torch.rand(count, generator=generator) * 2 - 1) * 0.2
+    shift = (torch.rand(count, 2, generator=generator) * 2 - 1) * 0.2  # of half a side
+    cos, sin = angle.cos() * size, angle.sin() * size
+    rows = [torch.stack([cos, -sin, shift[:, 0]], 1), torch.stack([sin, cos, shift[:, 1]], 1)]
+    grid = affine_grid(torch.stack(rows, 1), list(images.shape), align_corners=False)
+    return grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
 def pretrain(model: Any, data: Mapping[str, Pictures], training: Training, progress: bool) -> None:
-    """Both towers at once: a picture of any task must find its class text among its task's class texts."""
+    """Both towers at once: a picture of any task, moved, must find its class text among its task's class texts."""
+    generator = torch.Generator().manual_seed(training.seed)
     tokenizer = letters_tokenizer()
     texts = {}
     for name in data:
@@ -272,7 +290,7 @@ def pretrain(model: Any, data: Mapping[str, Pictures], training: Training, progr
 
     def loss_of(clip: Any, batch: list[tuple[str, int]]) -> Tensor:
         total = torch.zeros(())
-        image = clip.vision_model(pixels_of([data[n].images[i] for n, i in batch])).pooler_output
+        image = clip.vision_model(moved(pixels_of([data[n].images[i] for n, i in batch]), generator)).pooler_output
         image = torch.nn.functional.normalize(clip.visual_projection(image), dim=-1)
         for name in data:
             own = [row for row, (n, _) in enumerate(batch) if n == name]
