@@ -1,18 +1,20 @@
-"""featcal.calibrate against a literal implementation of the published code, on a CLIP-ViT-B/32-sized tower.
+"""featcal.calibrate against two literal implementations of the published schedule, on a CLIP-ViT-B/32-sized tower.
 
     python benchmarks/literal.py                                # 8 tasks, 8, 16 and 32 samples, all 12 layers
     python benchmarks/literal.py --samples 8 --layers 2         # a quick look
     python benchmarks/literal.py --memory                       # also peak memory, each method in its own process
 
-Weights and images are random: neither method's work depends on them. Both get the same models and batches, in one
-process, in turns; the result is compared too. The literal method does what the authors' code does: hidden states of
-every task are cached between layers; per layer and task it runs the merged layer and the expert's layer with hooks on
-every Linear and LayerNorm, sums G and C of every Linear on its own in float32, solves each Linear with one float32
-`torch.linalg.solve`, then runs the calibrated layer again.
+Weights and images are random: no method's work depends on them. All get the same models and batches, in one process,
+in turns; the results are compared too.
+  whole    what the parity tests do, in float32: for every layer each model runs its full forward on every batch, with
+           hooks on that layer's Linears and LayerNorms
+  literal  what the authors' code does: hidden states of every task are cached between layers; per layer and task the
+           merged layer and the expert's layer run with hooks, then the calibrated layer runs again
+Both sum G and C of every Linear on its own in float32 and solve each Linear with one float32 `torch.linalg.solve`.
 
 GFLOP/s are operations by formula (a multiply-add is two), over wall time:
-  literal  what it does: forwards, G and C of each Linear by full products (2 d² each per row), C Wᵀ per task and Linear
-           (2 d² m), LU (2/3 d³) and its two triangular solves (2 d² m)
+  literal  what it does (whole: likewise): forwards, G and C of each Linear by full products (2 d² each per row),
+           C Wᵀ per task and Linear (2 d² m), LU (2/3 d³) and its two triangular solves (2 d² m)
   featcal  the least that the result needs: the same forwards, one triangle of G (d² per row) per distinct input, the
            cheaper way to the cross terms (`least_cross`), Cholesky (d³/3) and two triangular solves (2 d² m)
 and are set against the best float32 matmul rate measured here, between the runs. Seconds by phase are each method's
@@ -34,6 +36,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
@@ -71,8 +74,8 @@ class Literal:
                 solver.begin()
                 for i, (x, x_exp) in enumerate(zip(own[task], theirs[task], strict=True)):
                     with self.clock("forward"):
-                        seen, _ = watched(layer, x)
-                        taught, theirs[task][i] = watched(teacher, x_exp)
+                        seen, _ = watched(layer, partial(layer, x, attention_mask=None))
+                        taught, theirs[task][i] = watched(teacher, partial(teacher, x_exp, attention_mask=None))
                     with self.clock("moments"):
                         solver.add(seen, taught, last)
                 with self.clock("solve"):
@@ -82,6 +85,27 @@ class Literal:
             if not last:
                 with self.clock("forward"):
                     own = {t: [layer(x, attention_mask=None) for x in batches] for t, batches in own.items()}
+        return self.merged
+
+    @torch.no_grad()
+    def run_whole(self) -> nn.Module:
+        """The same sums and solutions, from full forwards."""
+        layers = self.merged.encoder.layers
+        for depth, layer in enumerate(layers):
+            solver = LayerSolver(layer, self.base.encoder.layers[depth])
+            for task, expert in self.experts.items():
+                teacher = expert.encoder.layers[depth]
+                solver.begin()
+                for batch in self.data[task]:
+                    with self.clock("forward"):
+                        seen, _ = watched(layer, partial(self.merged, **batch))
+                        taught, _ = watched(teacher, partial(expert, **batch))
+                    with self.clock("moments"):
+                        solver.add(seen, taught, last=depth == len(layers) - 1)
+                with self.clock("solve"):
+                    solver.end(teacher)
+            with self.clock("solve"):
+                solver.write()
         return self.merged
 
     @contextmanager
@@ -99,8 +123,8 @@ def targets(layer: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in layer.named_modules() if isinstance(m, (nn.Linear, nn.LayerNorm))}
 
 
-def watched(layer: Any, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """The layer's output, and the input of each of its Linears and LayerNorms."""
+def watched(layer: nn.Module, run: Callable[[], Any]) -> tuple[dict[str, Tensor], Any]:
+    """The input of each Linear and LayerNorm of a layer during `run`, and what that returns."""
     seen: dict[str, Tensor] = {}
 
     def hook(name: str) -> Callable[..., None]:
@@ -108,7 +132,7 @@ def watched(layer: Any, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
     handles = [module.register_forward_pre_hook(hook(name)) for name, module in targets(layer).items()]
     try:
-        return seen, layer(x, attention_mask=None)
+        return seen, run()
     finally:
         for handle in handles:
             handle.remove()
@@ -222,6 +246,16 @@ class Size:
         embedding = 2 * (t - 1) / t * 3 * 32 * 32 * d
         return self.tasks * self.rows * (per_row * (3 * self.layers - 1) + 2 * embedding)
 
+    def full_forwards(self) -> float:
+        """The merged model and the expert, all layers, once per layer."""
+        d, f, t = self.width, self.inner, self.tokens
+        per_row = 2 * (4 * d * d + 2 * d * f) + 4 * t * d
+        embedding = 2 * (t - 1) / t * 3 * 32 * 32 * d
+        return self.tasks * self.rows * 2 * self.layers * (per_row * self.layers + embedding)
+
+    def whole(self) -> float:
+        return self.literal() - self.forwards() + self.full_forwards()
+
     def literal(self) -> float:
         one = 0.0
         for d, outputs in self.inputs:
@@ -292,6 +326,11 @@ def run_literal(base: Any, merged: Any, experts: dict[str, Any], data: dict[str,
     return method.run(), dict(method.seconds)
 
 
+def run_whole(base: Any, merged: Any, experts: dict[str, Any], data: dict[str, list[Any]]) -> Outcome:
+    method = Literal(merged, base, experts, data)
+    return method.run_whole(), dict(method.seconds)
+
+
 def run_featcal(base: Any, merged: Any, experts: dict[str, Any], data: dict[str, list[Any]]) -> Outcome:
     samples = sum(len(batch["pixel_values"]) for batch in next(iter(data.values())))
     result = featcal.calibrate(
@@ -301,7 +340,7 @@ def run_featcal(base: Any, merged: Any, experts: dict[str, Any], data: dict[str,
     return result.model, {k: v for k, v in result.seconds.items() if k != "total"}
 
 
-METHODS: dict[str, Callable[..., Outcome]] = {"literal": run_literal, "featcal": run_featcal}
+METHODS: dict[str, Callable[..., Outcome]] = {"whole": run_whole, "literal": run_literal, "featcal": run_featcal}
 
 
 def difference(a: nn.Module, b: nn.Module) -> float:
@@ -312,11 +351,11 @@ def difference(a: nn.Module, b: nn.Module) -> float:
 
 
 def compare(samples: int, options: argparse.Namespace) -> dict[str, float]:
-    """Time both methods in turns and print a table; the median seconds of each."""
+    """Time the methods in turns and print a table; the median seconds of each."""
     base, merged, experts = random_models(options.tasks, options.layers)
     data = random_data(list(experts), samples)
     size = Size(options.tasks, samples, options.layers)
-    work = {"literal": size.literal() / 1e9, "featcal": size.least() / 1e9}
+    work = {"whole": size.whole() / 1e9, "literal": size.literal() / 1e9, "featcal": size.least() / 1e9}
     seconds: dict[str, list[float]] = {name: [] for name in METHODS}
     processor: dict[str, list[float]] = {name: [] for name in METHODS}
     phases: dict[str, dict[str, float]] = {}
@@ -341,9 +380,12 @@ def compare(samples: int, options: argparse.Namespace) -> dict[str, float]:
         cells = f"{middle[name]:9.2f} {busy:10.2f} {gflop:8.0f} {speed:8.0f} {speed / rate:10.0%}"
         runs = " ".join(f"{s:.2f}" for s in seconds[name])
         print(f"  {name:8}{cells}  {runs}; " + ", ".join(f"{k} {v:.2f}" for k, v in phases[name].items()))
-    gap = difference(models["featcal"], models["literal"])
-    print(f"  featcal is {middle['literal'] / middle['featcal']:.2f} times as fast as literal")
-    print(f"  largest difference of a parameter, relative to its largest entry: {gap:.1e}")
+    for name in ("whole", "literal"):
+        gap = difference(models["featcal"], models[name])
+        print(
+            f"  featcal is {middle[name] / middle['featcal']:.2f} times as fast as {name}; "
+            f"a parameter differs by at most {gap:.1e} of its largest entry"
+        )
     return middle
 
 
