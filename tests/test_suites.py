@@ -662,6 +662,19 @@ def run_command(*words: str) -> Any:
     return CliRunner().invoke(app, list(words))
 
 
+@pytest.mark.parametrize("name", suite_names())
+def test_featcal_plan_names_what_a_suite_would_download(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from typer.testing import CliRunner
+
+    from featcal.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    planned = CliRunner().invoke(app, ["plan", name])
+    assert planned.exit_code == 0, planned.output
+    wanted = downloads(load_suite(name))
+    assert wanted and planned.output.split() == " ".join(f"{kind} {what}" for kind, what in wanted).split()
+
+
 def test_the_command_lists_plans_and_runs(tmp_path: Path):
     listed = run_command()
     assert listed.exit_code == 0 and all(name[:12] in listed.output for name in suite_names())

@@ -15,7 +15,8 @@ from .dist import Elsewhere
 from .errors import InputError, RunError
 from .evaluate.command import evaluate_command
 from .log import set_up_logging
-from .suites.command import bench_command
+from .suites import suite_names
+from .suites.command import bench_command, show_downloads
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -93,11 +94,15 @@ def plan(
     """Say what a calibration would do and cost, and everything that is wrong, without reading weights.
 
     For a merged model the recipe comes first, ready to save: featcal plan MERGED_DIR ... > recipe.yaml
+    For a benchmark suite (featcal bench lists them): what it would download.
     """
     from .intake import Given
     from .plan import prepare
     from .show import show_plan
 
+    if str(recipe) in suite_names() and not Path(recipe).exists():
+        show_downloads(str(recipe), None, out)
+        return
     given = Given(recipe, overrides or (), data or (), base, expert or (), not no_proof, trust_remote_code)
     found = given.discover() if given.is_model else None
     if found:

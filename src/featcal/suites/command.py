@@ -67,8 +67,7 @@ def bench_command(
         out.print(suite_table())
         return
     if plan:
-        for kind, name in downloads(load_suite(suite, variant)):
-            out.print(f"{kind:8}  {name}", highlight=False)
+        show_downloads(suite, variant, out)
         return
     folder = output or Path("bench") / Path(suite).stem
     options = Options(
@@ -147,3 +146,9 @@ def _numbers(text: str, option: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"{option} {text}: expected whole numbers separated by commas") from None
+
+
+def show_downloads(suite: str, variant: str | None, out: Console) -> None:
+    """Print what a suite would fetch, a line each: a model or a data set, and its id."""
+    for kind, name in downloads(load_suite(suite, variant)):
+        out.print(f"{kind:8}  {name}", highlight=False)
