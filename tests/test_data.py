@@ -386,6 +386,27 @@ def test_columns_are_guessed(
     assert [record.getMessage() for record in caplog.records] == [f"d: reading {said}"]
 
 
+def test_templates_join_columns(tmp_path: Path) -> None:
+    rows = [{"a": "x{y}", "b": 3, "c": "z"}, {"a": "", "b": 4, "c": "empty, skipped"}, {"a": "u", "b": 1.5, "c": None}]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    spec = DataSpec(source=str(tmp_path / "d.jsonl"), input="{{{a}}} is {b}", target="<{c}>")
+    found = load_samples(spec, 0, 9)
+    assert sorted(map(str, found.rows)) == sorted(
+        map(str, [{"input": "{x{y}} is 3", "target": "<z>"}, {"input": "{u} is 1.5", "target": None}])
+    )
+    assert found.counts.empty == 1
+
+
+def test_a_column_may_be_called_like_a_template(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text(json.dumps({"{a}": "itself", "a": "another"}))
+    assert load_samples(DataSpec(source=str(tmp_path / "d.jsonl"), text="{a}"), 0, 1).rows == [{"text": "itself"}]
+
+
+def test_labels_are_not_read_by_way_of_a_template() -> None:
+    with pytest.raises(ValueError, match=r"text holds '\{label\}', the column of labels; labels are never read"):
+        DataSpec(source="d.jsonl", text="{a} {label}", label="label")
+
+
 @pytest.mark.parametrize(
     ("columns", "fields", "kind", "message"),
     [
@@ -398,6 +419,9 @@ def test_columns_are_guessed(
         ((), {}, "image", "among none; name it in the recipe's data, such as `image: NAME`"),
         (("text",), {"text": "txet"}, None, "d has no column 'txet' (text:); did you mean 'text'?; it has: text"),
         (("q", "a"), {"input": "q", "target": "ans"}, None, "d has no column 'ans' (target:)"),
+        (("q", "a"), {"input": "Q: {qq}", "target": "a"}, None, "d has no column 'qq' (input:); did you mean 'q'?"),
+        (("q", "a"), {"text": "Q: {q"}, None, "text: 'Q: {q' is neither a column nor a template"),
+        (("q", "a"), {"text": "{q.__class__}"}, None, "'{q.__class__}' is not a column; write {column}"),
         (("image", "label"), {}, "text", "d gives images, but the model reads text"),
         (("text",), {}, "image", "d gives text (text from column 'text'), but the model reads images; name `image:`"),
         (("text", "label"), {"label": "text"}, None, "cannot tell which column to read"),

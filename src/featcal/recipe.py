@@ -33,6 +33,7 @@ from pydantic import (
 from .errors import InputError, nearest
 from .settings import PRESETS, Calibration, make_settings
 from .strict_yaml import Loc, dotted, dump_yaml, parse_yaml
+from .templates import template_columns
 
 _DEVICE = re.compile(r"(auto|cpu|mps)|(cuda|xpu)(:\d+)?")
 _DEVICES = ("auto", "cpu", "cuda", "cuda:N", "mps", "xpu")
@@ -55,11 +56,11 @@ class DataSpec(_Strict):
     split: Text = Field("train", description="split of a dataset, or sub-folder of an image folder")
     config: Text | None = Field(None, description="configuration (subset) of a hub dataset")
     revision: Text | None = Field(None, description="branch, tag or commit of a hub dataset")
-    text: Text | None = Field(None, description="column of plain text")
+    text: Text | None = Field(None, description="column of plain text, or a template with {column}s")
     messages: Text | None = Field(None, description="column of chat messages; the chat template is applied")
     image: Text | None = Field(None, description="column of images, or of paths to images")
-    input: Text | None = Field(None, description="column of inputs (prompts, encoder texts)")
-    target: Text | None = Field(None, description="column of target texts, which feed the decoder")
+    input: Text | None = Field(None, description="column of inputs (prompts, encoder texts), or a template")
+    target: Text | None = Field(None, description="column of target texts, which feed the decoder, or a template")
     label: Text | None = Field(None, description="column of labels; only `featcal evaluate` ever reads it")
 
     @model_validator(mode="before")
@@ -75,6 +76,9 @@ class DataSpec(_Strict):
             raise ValueError(f"{' and '.join(kinds)} are both named; name the one column to read")
         if self.target and not self.input:
             raise ValueError("target needs input, the column it answers")
+        for part in ("text", "input", "target"):
+            if self.label and self.label in template_columns(getattr(self, part) or ""):
+                raise ValueError(f"{part} holds '{{{self.label}}}', the column of labels; labels are never read")
         if self.label and self.label in self.columns.values():
             raise ValueError(f"column '{self.label}' is both label and input; labels are never read")
         return self

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import InputError, nearest
 from ..recipe import DataSpec
+from ..templates import fill_template, template_columns
 from .images import check_image, image_bytes
 from .tables import Table, open_table
 
@@ -204,12 +205,11 @@ def choose_columns(spec: DataSpec, table: Table, kind: str | None = None) -> dic
     """
     columns = spec.columns
     if columns:
-        for part, column in columns.items():
-            if column not in table.columns:
-                known = ", ".join(table.columns)
-                raise InputError(
-                    f"{table.name} has no column '{column}' ({part}:){nearest(column, table.columns)}; it has: {known}"
-                )
+        for part, named in columns.items():
+            for column in _columns_of(part, named, table.columns):
+                if column not in table.columns:
+                    known, near = ", ".join(table.columns), nearest(column, table.columns)
+                    raise InputError(f"{table.name} has no column '{column}' ({part}:){near}; it has: {known}")
     else:
         columns = _guess_columns(spec, table, kind)
         logger.info("%s: reading %s", table.name, _spelt(columns))
@@ -240,8 +240,25 @@ def _guess_columns(spec: DataSpec, table: Table, kind: str | None) -> dict[str, 
     return fitting[0]
 
 
+def _columns_of(part: str, named: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The columns that make a part: the one that is named, or those of a template.
+
+    Raises:
+        InputError: a template with odd braces.
+    """
+    if named in known or part in ("messages", "image"):
+        return (named,)
+    try:
+        return template_columns(named) or (named,)
+    except ValueError as error:
+        raise InputError(f"{part}: '{named}' is neither a column nor a template ({error})") from None
+
+
 def _spelt(columns: Mapping[str, str]) -> str:
-    return ", ".join(f"{part} from column '{column}'" for part, column in columns.items())
+    def source(named: str) -> str:
+        return f"template '{named}'" if "{" in named else f"column '{named}'"
+
+    return ", ".join(f"{part} from {source(named)}" for part, named in columns.items())
 
 
 # ------------------------------------------------------------------------------------------------------ rows
@@ -249,9 +266,13 @@ def _spelt(columns: Mapping[str, str]) -> str:
 
 def _read_row(table: Table, index: int, columns: Mapping[str, str]) -> Row | None:
     """The parts of one row in plain form, or None when a part that the sample needs is empty."""
-    cells = table.read(index, tuple(dict.fromkeys(columns.values())))
+    parts = {part: _columns_of(part, named, table.columns) for part, named in columns.items()}
+    cells = table.read(index, tuple(dict.fromkeys(column for names in parts.values() for column in names)))
     row: Row = {}
     for part, column in columns.items():
+        if parts[part] != (column,):
+            row[part] = _filled(column, {name: cells[name] for name in parts[part]}, table.where(index))
+            continue
         cell = cells[column]
         if part == "image":
             row[part] = _image(cell, table, index)
@@ -262,6 +283,15 @@ def _read_row(table: Table, index: int, columns: Mapping[str, str]) -> Row | Non
     if any(value is None for part, value in row.items() if part != "target"):
         return None
     return row
+
+
+def _filled(template: str, cells: Mapping[str, Any], where: str) -> str | None:
+    """A template with the row's cells; None when one of them is empty."""
+    plain = {}
+    for column, cell in cells.items():
+        number = isinstance(cell, (int, float)) and not isinstance(cell, bool)
+        plain[column] = str(cell) if number else _text(cell, f"{where}, column '{column}'")
+    return None if None in plain.values() else fill_template(template, plain)
 
 
 def _text(cell: Any, where: str) -> str | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..data.images import image_bytes, open_rgb
 from ..errors import InputError, nearest
+from ..templates import fill_template
 
 Rows = Sequence[Mapping[str, Any]]
 Corruption = Callable[[Tensor], Tensor]
@@ -32,7 +33,7 @@ def pick(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
 def fill(template: str, row: Mapping[str, Any]) -> str:
     """A template such as "Is '{sentence}' true?" filled with the row's columns."""
     try:
-        return template.format_map(row)
+        return fill_template(template, row)
     except KeyError as error:
         column = str(error.args[0])
         raise InputError(f"no column '{column}'{nearest(column, row)}; the data has: {', '.join(row)}") from None
