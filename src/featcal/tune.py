@@ -106,7 +106,7 @@ def tune(
     1. ρ over RHO, at the λ and α of `settings`.
     2. From the best so far: λ by a factor LESS, the same with ρ by a factor FURTHER, and α in ALPHA.
     3. The bottoms of the parabolas through the best value and its neighbours, in log ρ, log λ and α: all three at
-       once, ρ alone, and λ alone.
+       once, and ρ alone.
 
     Raises:
         InputError: no held-out sample.
@@ -131,7 +131,7 @@ def tune(
         "ridge": search.bottom("ridge", second),
         "alpha": min(max(search.bottom("alpha", second), 0.0), 1.0),
     }
-    wanted = [bottom, {"rho": bottom["rho"]}, {"ridge": bottom["ridge"]}]
+    wanted = [bottom, {"rho": bottom["rho"]}]
     search.try_all([second.model_copy(update=update) for update in wanted])
     return search.result(time.perf_counter() - start)
 
