@@ -28,6 +28,8 @@ BANDWIDTH, READING = 5e9, 1e9
 """Bytes per second: sums in memory; weights from files, converted on the way."""
 CALL = 4e-3
 """Seconds of a model's forward besides its arithmetic."""
+OVERHEAD = 1.25
+"""Measured over counted seconds, in the middle of several sizes: page faults, copies and hooks are not counted."""
 LATER = 30 * 2**20
 """Bytes of what is imported and made after the plan."""
 
@@ -232,7 +234,7 @@ def estimate(
         memory_bytes=base + _outside(keymap, seen.blocks, size) * (1 + experts) + peak + kept,
         activation_bytes=2 * (state + apart),
         disk_bytes=weights + new + side_files,
-        seconds=seconds,
+        seconds=OVERHEAD * seconds,
         candidate_bytes=candidate,
     )
 
