@@ -12,7 +12,7 @@ import torch
 import featcal
 import pico
 from featcal import tune
-from featcal.api import open_bench
+from featcal.api import open_bench, take_samples
 from featcal.bench import Bench
 from featcal.calibrate import calibrate
 from featcal.errors import InputError
@@ -143,6 +143,11 @@ def test_parabola() -> None:
     assert tune.parabola_bottom({0.0: 2.0, 1.0: 1.0}, 1.0) == 1.5
     assert tune.parabola_bottom({0.0: 1.0}, 0.0) == 0.0
     assert tune.parabola_bottom({0.0: 1.0, 1.0: 1.0, 2.0: 1.0}, 1.0) == 1.0
+    edge = {x: (x - 0.8) ** 2 for x in (-1.0, 0.0, 1.0)}
+    assert tune.parabola_bottom(edge, 1.0) == pytest.approx(0.8)
+    far = {x: (x - 9.0) ** 2 for x in (-1.0, 0.0, 1.0)}
+    assert tune.parabola_bottom(far, 1.0) == 1.5 and tune.parabola_bottom({-x: y for x, y in far.items()}, -1.0) == -1.5
+    assert tune.parabola_bottom({0.0: 3.0, 1.0: 2.0, 2.0: 0.5}, 2.0) == 2.5
 
 
 def test_neighbourhoods_agree_for_equal_features_and_rank_noise() -> None:
@@ -163,7 +168,7 @@ def test_a_model_without_scores_is_tuned_by_neighbourhoods() -> None:
         with pytest.raises(InputError, match="needs 4 held-out samples"):
             tune.tune(bench, settings_of(setup))
     assert found.kind == "feature neighbourhoods"
-    assert len(found.candidates) >= 9 and all(c.criterion > 0 for c in found.candidates)
+    assert len(found.candidates) >= 7 and all(c.criterion > 0 for c in found.candidates)
 
 
 def test_the_choice_does_not_depend_on_how_many_fit_side_by_side(setup: pico.Setup) -> None:
@@ -175,4 +180,57 @@ def test_the_choice_does_not_depend_on_how_many_fit_side_by_side(setup: pico.Set
             bench.side_by_side = most
             found.append(tune.tune(bench, settings).as_dict() | {"seconds": 0.0})
     assert found[0] == found[1] == found[2]
-    assert len(found[0]["candidates"]) > 8
+    assert len(found[0]["candidates"]) >= 7
+
+
+def test_a_step_along_the_valley_does_not_move_across_it() -> None:
+    here = Calibration(ridge=0.05, rho=4.0)
+    there = tune.along_valley(here, 0.01)
+    assert (there.ridge, there.rho) == (0.01, pytest.approx(4 * 5**tune.VALLEY))
+    assert tune.across_valley(there) == pytest.approx(tune.across_valley(here), rel=1e-9)
+    assert tune.along_valley(there, 0.05).rho == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(("ridge", "across", "alpha"), [(0.006, 1.4, 0.2), (0.05, 1.0, 0.5), (0.02, 0.4, 0.3)])
+def test_the_search_ends_near_the_bottom_of_a_bowl(
+    monkeypatch: pytest.MonkeyPatch, setup: pico.Setup, ridge: float, across: float, alpha: float
+) -> None:
+    """A made-up criterion with its bottom at (λ, ρ λ^VALLEY, α), in place of calibrations."""
+
+    def bowl(s: Calibration) -> float:
+        along, beside = math.log(s.ridge / ridge), math.log(tune.across_valley(s) / across)
+        return 0.3 + 0.01 * along**2 + 0.2 * beside**2 + 0.1 * (s.alpha - alpha) ** 2
+
+    def try_all(search: Any, wanted: list[Calibration]) -> None:
+        search.rounds += 1
+        search.merged_kl = {"t": 1.0}
+        search.candidates += [tune.Candidate(s, {"t": bowl(s)}, bowl(s), search.rounds) for s in wanted]
+
+    monkeypatch.setattr(tune._Search, "try_all", try_all)
+    with ExitStack() as stack:
+        found = tune.tune(bench_of(setup, stack, settings_of(setup)), settings_of(setup))
+    assert found.best.criterion - 0.3 < min(0.25 * (bowl(settings_of(setup)) - 0.3), 0.02)
+    assert len(found.candidates) <= 9
+
+
+def test_learning_keeps_its_samples_when_the_source_has_more() -> None:
+    batches = [{"input_ids": torch.arange(8)[:, None] + 8 * i} for i in range(8)]
+    learn, held_out = take_samples("t", batches, make_settings(samples=20, tune="auto"))
+    assert torch.cat([b["input_ids"] for b in learn]).flatten().tolist() == list(range(20))
+    assert torch.cat([b["input_ids"] for b in held_out]).flatten().tolist() == list(range(20, 52))
+    learn, held_out = take_samples("t", batches, make_settings(samples=60, tune="auto"))
+    assert [sum(len(b["input_ids"]) for b in part) for part in (learn, held_out)] == [52, 12]
+    learn, held_out = take_samples("t", batches, make_settings("clip", samples=20))
+    assert [sum(len(b["input_ids"]) for b in part) for part in (learn, held_out)] == [20, 0]
+
+
+def test_held_out_counts() -> None:
+    assert [make_settings(samples=n, tune="auto").held_out for n in (16, 128, 256, 512)] == [32, 32, 32, 64]
+    assert [make_settings("clip", samples=n).held_out for n in (16, 128, 256, 512)] == [16, 16, 32, 64]
+
+
+def test_the_search_shows_its_rounds(capsys: pytest.CaptureFixture[str], setup: pico.Setup) -> None:
+    with ExitStack() as stack:
+        tune.tune(bench_of(setup, stack, settings_of(setup)), settings_of(setup), progress=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines[::2]] == [f"choosing settings, round {n} of 3" for n in (1, 2, 3)]

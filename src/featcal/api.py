@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from .states import Config, ModelOrState, as_models
 from .stream import MODEL_ERRORS
 from .student import Student
 from .targets import BlockInfo, Group, choose, probe, skippable_stem, with_readout
-from .tune import FEWEST, Tuning, tune
+from .tune import Tuning, tune
 from .update import Record
 
 logger = logging.getLogger("featcal")
@@ -92,7 +92,7 @@ def calibrate(
         seconds = {"prepare": time.perf_counter() - clock}
         tuning = None
         if chosen.tune == "auto":
-            tuning = tune(bench, chosen, scores)
+            tuning = tune(bench, chosen, scores, progress)
             seconds["tune"] = tuning.seconds
         records, updates = _calibrate(bench, chosen if tuning is None else tuning.chosen, progress)
     parameters = dict(model.named_parameters())
@@ -114,7 +114,7 @@ def _calibrate(bench: Bench, settings: Calibration | None, progress: bool) -> tu
     if settings is None:
         logger.warning("no settings bring the merged model closer to its experts: it is returned as it is")
         return records, updates
-    job = bench.job([settings])
+    job = replace(bench, held_out={}).job([settings])
 
     def finish(info: BlockInfo, student: Student, made: Sequence[Record]) -> None:
         updates.update({f"{info.name}.{name}": value.cpu() for name, value in student.overrides.items()})
@@ -211,10 +211,10 @@ def check_experts(base: nn.Module, experts: Mapping[str, nn.Module], blocks: Seq
 def take_samples(task: str, source: Iterable[Any], settings: Calibration) -> tuple[list[Any], list[Any]]:
     """Batches to learn from, and held-out ones when the settings are tuned.
 
-    The first `samples` samples of an iterable of batches, and an eighth as many after them (at least 16); when the
-    source has no more, the last fifth of what there is, at most, is held out instead.
+    The first `samples` samples of an iterable of batches, and `settings.held_out` after them; when the source has no
+    more, the last fifth of what there is, at most, is held out instead.
     """
-    held_out = max(settings.samples // 8, FEWEST) if settings.tune == "auto" else 0
+    held_out = settings.held_out if settings.tune == "auto" else 0
     batches: list[Any] = []
     missing = settings.samples + held_out
     for batch in source:

@@ -26,12 +26,9 @@ from .reader import Checkpoint, open_checkpoint
 from .recipe import MergeSpec, Recipe
 from .survey import Survey, survey
 from .targets import BlockInfo, unit_modules
-from .tune import FEWEST
 from .writer import side_files
 
 T = TypeVar("T")
-HELD_OUT = 1 / 8
-"""Held-out rows per calibration row: they measure the drift, and never enter a moment."""
 
 
 @dataclass
@@ -200,11 +197,10 @@ def _load_data(
     """Samples and batches of every task, for the kind of input that `some` model reads."""
     recipe, settings = plan.recipe, plan.recipe.calibration
     reads = ModelInput.from_config(some.keymap.model.config)  # type: ignore[arg-type]
-    held_out = max(int(settings.samples * HELD_OUT), FEWEST)
 
     def load(task: str) -> Samples:
         spec = recipe.tasks[task].data
-        return load_samples(spec, recipe.seed, settings.samples, task=task, held_out=held_out, kind=reads.kind)
+        return load_samples(spec, recipe.seed, settings.samples, task=task, held_out=settings.held_out, kind=reads.kind)
 
     samples = {task: plan.attempt(lambda t=task: load(t)) for task in recipe.tasks}  # type: ignore[misc]
     parts = sorted({part for s in samples.values() if s is not None for part in s.columns})

@@ -121,7 +121,7 @@ def run(
         planned = time.perf_counter()
         with scratch(output, spills, comm) as spill:
             bench = open_bench(plan, comm, stack, spill)
-            settings, tuning = _settings(plan, bench, desk)
+            settings, tuning = _settings(plan, bench, desk, progress)
             tuned = time.perf_counter()
             job = build_job(bench, settings, desk.journal if desk else None, progress)
             job.watch = watcher = Watcher(job)
@@ -168,7 +168,9 @@ def open_bench(plan: Plan, comm: Comm, stack: ExitStack, spill: Path | None) -> 
     )
 
 
-def _settings(plan: Plan, bench: Bench, desk: Desk | None) -> tuple[Calibration | None, dict[str, Any] | None]:
+def _settings(
+    plan: Plan, bench: Bench, desk: Desk | None, progress: bool
+) -> tuple[Calibration | None, dict[str, Any] | None]:
     """The settings to use (None: the merged model is best as it is) and how they were found, if need be earlier."""
     settings = plan.recipe.calibration
     if settings.tune != "auto":
@@ -176,7 +178,7 @@ def _settings(plan: Plan, bench: Bench, desk: Desk | None) -> tuple[Calibration 
     journal = desk.journal if desk else None
     saved = bench.comm.share_object(journal.note("tuning") if journal else None)
     if saved is None:
-        tuning = tune(bench, settings)
+        tuning = tune(bench, settings, progress=progress)
         chosen = None if tuning.chosen is None else tuning.chosen.model_dump(mode="json")
         saved = {"chosen": chosen, "table": tuning.as_dict()}
         if journal:
@@ -186,7 +188,7 @@ def _settings(plan: Plan, bench: Bench, desk: Desk | None) -> tuple[Calibration 
 
 
 def choose(
-    recipe: Recipe, *, tokenizer: str | None = None, trust_remote_code: bool = False
+    recipe: Recipe, *, tokenizer: str | None = None, trust_remote_code: bool = False, progress: bool = True
 ) -> tuple[Tuning | None, str]:
     """Only the choice of settings, as `featcal tune` does: the search, and the recipe with the best as YAML.
 
@@ -200,7 +202,7 @@ def choose(
             return plan
 
         plan = comm.together(ready_plan)
-        tuning = tune(open_bench(plan, comm, stack, None), recipe.calibration)
+        tuning = tune(open_bench(plan, comm, stack, None), recipe.calibration, progress=progress)
     if comm.rank:
         return None, ""
     settings = (tuning.chosen or recipe.calibration).model_copy(update={"tune": "off"})

@@ -21,6 +21,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Published values by model family. `clip-demo` is the variant of the authors' own demo."""
 
+FEWEST_TO_MEASURE, FEWEST_TO_RANK = 16, 32
+"""Held-out samples per task at least, with given settings and with chosen ones (docs/tuning.md says why 32)."""
+
 
 class Calibration(BaseModel):
     """Everything that decides what a calibration computes. See `docs/theory.md` for the symbols."""
@@ -45,6 +48,11 @@ class Calibration(BaseModel):
     )
     include: tuple[str, ...] = Field(("*",), description="globs on parameter names to calibrate")
     exclude: tuple[str, ...] = Field((), description="globs on parameter names to keep")
+
+    @property
+    def held_out(self) -> int:
+        """Samples per task beside `samples`, to measure on and to tune by."""
+        return max(self.samples // 8, FEWEST_TO_RANK if self.tune == "auto" else FEWEST_TO_MEASURE)
 
     def selects(self, name: str) -> bool:
         """Whether the parameter or module called `name` may be calibrated under include / exclude."""

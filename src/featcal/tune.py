@@ -23,6 +23,7 @@ from .calibrate import Job, calibrate
 from .drift.outputs import Scores, TailReader, output_drift, pooled_feature
 from .drift.rows import readouts
 from .errors import InputError
+from .log import progress_bar
 from .settings import Calibration
 
 logger = logging.getLogger("featcal")
@@ -32,11 +33,11 @@ SHARE = 8
 FEWEST = 16
 CAP = 4.0
 """One task counts at most this many times worse than the merged model, so that no bad head decides alone."""
-RHO = (1.0, 2.0, 4.0, 7.0)
+RHO = (2.0, 4.0, 7.0)
 LESS = 0.2
-"""Factor on λ in the second round; a weaker pull to the anchor goes with an anchor further out."""
-FURTHER = 1.75
-"""Factor on ρ that goes with it."""
+"""Factor on λ in the second round."""
+VALLEY = 0.35
+"""A weaker pull to the anchor goes with an anchor further out: the best ρ goes about like λ^-VALLEY."""
 ALPHA = (0.0, 0.6)
 NEIGHBOURS = 4
 """Held-out samples that a neighbourhood needs at least."""
@@ -99,14 +100,16 @@ def tune(
     bench: Bench,
     settings: Calibration,
     scores: Mapping[str, Scores] | None = None,
-    progress: Callable[[str], Any] | None = None,
+    progress: bool = False,
 ) -> Tuning:
     """Search λ, ρ, α around `settings` in three rounds, deterministic, coarse to fine.
 
+    λ moves along the valley: ρ goes with it as λ^-VALLEY.
+
     1. ρ over RHO, at the λ and α of `settings`.
-    2. From the best so far: λ by a factor LESS, the same with ρ by a factor FURTHER, and α in ALPHA.
-    3. The bottoms of the parabolas through the best value and its neighbours, in log ρ, log λ and α: all three at
-       once, and ρ alone.
+    2. From the best so far: λ by a factor LESS, α in ALPHA, and half the ρ when the smallest was the best.
+    3. The bottoms of the parabolas through the best value and its neighbours, in log λ, log ρ (across the valley)
+       and α: λ alone, and all three at once.
 
     Raises:
         InputError: no held-out sample.
@@ -116,29 +119,37 @@ def tune(
         raise InputError("tune: no held-out samples; give more data, or choose the settings with tune: off")
     total = settings.samples
     samples = min(total, max(total // SHARE, FEWEST))
-    search = _Search(bench, scores or {}, samples)
+    search = _Search(bench, scores or {}, samples, progress)
     start_at = settings.model_copy(update={"ridge": settings.ridge or SMALLEST})
     grid = [rho for rho in dict.fromkeys((*RHO, settings.rho)) if rho > 0]
     search.try_all([start_at.model_copy(update={"rho": rho}) for rho in grid])
     first = search.best.settings
-    search.try_all(
-        [first.model_copy(update={"ridge": first.ridge * LESS, "rho": first.rho * factor}) for factor in (1.0, FURTHER)]
-        + [first.model_copy(update={"alpha": alpha}) for alpha in ALPHA]
-    )
+    nearer = [first.model_copy(update={"rho": first.rho / 2})] if first.rho == min(grid) else []
+    alphas = [first.model_copy(update={"alpha": alpha}) for alpha in ALPHA]
+    search.try_all([along_valley(first, first.ridge * LESS), *alphas, *nearer])
     second = search.best.settings
-    bottom = {
-        "rho": search.bottom("rho", first) * second.rho / first.rho,
-        "ridge": search.bottom("ridge", second),
-        "alpha": min(max(search.bottom("alpha", second), 0.0), 1.0),
+    across = {
+        "rho": second.rho * search.bottom(across_valley, math.log, math.exp) / across_valley(second),
+        "alpha": min(max(search.bottom(lambda s: s.alpha), 0.0), 1.0),
     }
-    wanted = [bottom, {"rho": bottom["rho"]}]
-    search.try_all([second.model_copy(update=update) for update in wanted])
+    ridge = search.bottom(lambda s: s.ridge, math.log, math.exp)
+    search.try_all([along_valley(one, ridge) for one in (second, second.model_copy(update=across))])
     return search.result(time.perf_counter() - start)
 
 
+def along_valley(settings: Calibration, ridge: float) -> Calibration:
+    """Another λ, and the ρ that goes with it."""
+    return settings.model_copy(update={"ridge": ridge, "rho": settings.rho * (settings.ridge / ridge) ** VALLEY})
+
+
+def across_valley(settings: Calibration) -> float:
+    """What `along_valley` does not change, up to rounding: ρ at λ = 1."""
+    return round(settings.rho * settings.ridge**VALLEY, 12)
+
+
 class _Search:
-    def __init__(self, bench: Bench, scores: Mapping[str, Scores], samples: int):
-        self.bench, self.scores, self.samples = bench, scores, samples
+    def __init__(self, bench: Bench, scores: Mapping[str, Scores], samples: int, progress: bool):
+        self.bench, self.scores, self.samples, self.progress = bench, scores, samples, progress
         self.candidates: list[Candidate] = []
         self.merged_kl: dict[str, float] = {}
         self.kind = ""
@@ -155,6 +166,8 @@ class _Search:
         for together in (new[start : start + most] for start in range(0, len(new), most)):
             first = not self.merged_kl
             job = self.bench.job(together, samples=self.samples, onlooker=first)
+            label = f"choosing settings, round {self.rounds} of 3"
+            job.progress = progress_bar(label, enabled=self.progress and self.bench.comm.rank == 0)
             calibrate(job)
             table, self.kind = divergences(job, self.scores)
             if first:
@@ -166,14 +179,18 @@ class _Search:
     def best(self) -> Candidate:
         return min(self.candidates, key=lambda c: c.criterion)
 
-    def bottom(self, name: str, at: Calibration) -> float:
-        """One setting at the bottom of the parabola through its values, each with the best criterion it reached."""
-        scale, back = (float, float) if name == "alpha" else (math.log, math.exp)
+    def bottom(
+        self,
+        place: Callable[[Calibration], float],
+        scale: Callable[[float], float] = float,
+        back: Callable[[float], float] = float,
+    ) -> float:
+        """The bottom of the parabola through the best `place` and its neighbours, each with its best criterion."""
         points: dict[float, float] = {}
         for candidate in self.candidates:
-            x = scale(getattr(candidate.settings, name))
+            x = scale(place(candidate.settings))
             points[x] = min(candidate.criterion, points.get(x, math.inf))
-        return back(parabola_bottom(points, scale(getattr(at, name))))
+        return back(parabola_bottom(points, scale(place(self.best.settings))))
 
     def result(self, seconds: float) -> Tuning:
         best = self.best
@@ -193,24 +210,25 @@ class _Search:
 def parabola_bottom(points: Mapping[float, float], best: float) -> float:
     """Abscissa of the minimum of the parabola through the best point and its two neighbours, kept between these.
 
-    At the edge of what was tried: half a step beyond it.
+    At the edge of what was tried: of the parabola through the last three, at most half a step beyond the best; with
+    two points half a step beyond, and the best itself when it is the only one.
     """
-    below, above = (
-        max((x for x in points if x < best), default=None),
-        min((x for x in points if x > best), default=None),
-    )
-    if below is None and above is None:
+    xs = sorted(points)
+    place = xs.index(best)
+    if len(xs) == 1:
         return best
-    if below is None or above is None:
-        inner = below if above is None else above
-        assert inner is not None
-        return best + (best - inner) / 2
-    (x0, y0), (x1, y1), (x2, y2) = ((x, points[x]) for x in (below, best, above))
+    inner = xs[1] if place == 0 else xs[place - 1]
+    beyond = best + (best - inner) / 2
+    low, high = sorted((inner, beyond)) if place in (0, len(xs) - 1) else (xs[place - 1], xs[place + 1])
+    near = xs[max(0, min(place - 1, len(xs) - 3)) :][:3]
+    if len(near) == 2:
+        return beyond
+    (x0, y0), (x1, y1), (x2, y2) = ((x, points[x]) for x in near)
     left, right = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
     curvature = (right - left) / (x2 - x0)
     if curvature <= 0:
-        return best
-    return min(max((x0 + x1) / 2 - left / (2 * curvature), x0), x2)
+        return beyond if place in (0, len(xs) - 1) else best
+    return min(max((x0 + x1) / 2 - left / (2 * curvature), low), high)
 
 
 def _key(settings: Calibration) -> tuple[float, float, float]:

@@ -101,7 +101,7 @@ class _Bench:
 
     def __post_init__(self) -> None:
         suite = self.suite
-        self.data = suite.batches(self.options.batch_size)
+        self.data = suite.batches(self.options.batch_size, self.options.samples)
         self.test = {n: (encode(suite.tokenizer, t.test), t.targets(t.test)) for n, t in suite.tasks.items()}
 
     def rows(self) -> Iterator[Entry]:

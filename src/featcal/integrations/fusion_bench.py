@@ -26,7 +26,6 @@ from featcal.merging import merge_modules, merger_from
 from featcal.settings import make_settings
 
 logger = logging.getLogger("featcal")
-HELD_OUT = 1 / 8
 
 
 @auto_register_config
@@ -70,7 +69,8 @@ class FeatCalAlgorithm(BaseAlgorithm):
         )
         base = modelpool.load_pretrained_model().eval()
         experts = {name: modelpool.load_model(name).eval() for name in modelpool.model_names}
-        data = {name: _batches(modelpool, name, settings.samples, settings.batch_size, self.seed) for name in experts}
+        wanted = settings.samples + settings.held_out
+        data = {name: _batches(modelpool, name, wanted, settings.batch_size, self.seed) for name in experts}
         merged = self._merged(modelpool, base, experts, data)
         result = featcal.calibrate(
             merged,
@@ -106,15 +106,14 @@ def _plain(config: Any) -> dict[str, Any]:
     return dict(found or {})
 
 
-def _batches(modelpool: Any, name: str, samples: int, batch_size: int, seed: int) -> list[dict[str, Tensor]]:
-    """Images of a task as the model takes them; an eighth more than `samples`, which the tuner holds out."""
+def _batches(modelpool: Any, name: str, wanted: int, batch_size: int, seed: int) -> list[dict[str, Tensor]]:
+    """At most `wanted` images of a task, as the model takes them."""
     if name not in (modelpool._train_datasets or {}):
         raise InputError(
             f"the model pool has no training set for '{name}': add it to train_datasets (no label is read)"
         )
     rows = modelpool.load_train_dataset(name)
     processor = modelpool.load_processor()
-    wanted = samples + max(int(samples * HELD_OUT), 1)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:wanted].tolist()
 
     def made() -> Iterator[dict[str, Tensor]]:
