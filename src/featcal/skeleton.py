@@ -20,7 +20,7 @@ from .heap import trim_heap
 from .names import KeyMap
 from .network import Network, compute_dtype
 
-BIG = 16 * 2**20
+BIG = 2**20
 """Entries from which an embedding or a head outside the blocks stays in its file."""
 SLICE = 4096
 """Rows of a head that are multiplied at once."""
