@@ -456,12 +456,12 @@ def save_text_recipe(folder: Any, rows: int) -> Any:
 
 
 def test_a_recipe_is_scored_on_rows_that_calibration_does_not_read(tmp_path: Any):
-    file = save_text_recipe(tmp_path, 30)
+    file = save_text_recipe(tmp_path, 50)
     got = evaluate_recipe(file, {"again": str(tmp_path / "merged")}, output=tmp_path / "out", progress=False)
     assert set(got) == {"experts", "base", "merged", "again"}
     assert got["again"] == got["merged"]
     task = got["merged"]["task0"]
-    assert task["accuracy"].n == 30 - 8 - 1, "8 samples and 1 held-out row are left alone"
+    assert task["accuracy"].n == 50 - 8 - 32, "8 samples and 32 held-out rows are left alone"
     assert 0 <= task["agreement"].value <= 100
     assert set(got["experts"]["task0"]) == {"accuracy"}
     saved = json.loads((tmp_path / "out" / "merged.scores.json").read_text())
@@ -483,7 +483,7 @@ def test_the_command_prints_and_saves_scores(tmp_path: Any):
 
     from featcal.evaluate.command import evaluate_command, read_classes
 
-    file = save_text_recipe(tmp_path, 30)
+    file = save_text_recipe(tmp_path, 50)
     app = typer.Typer()
     app.command()(evaluate_command)
     words = [str(file), "--model", str(tmp_path / "merged"), "--only", "-o", str(tmp_path / "out"), "--no-progress"]
