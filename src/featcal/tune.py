@@ -35,7 +35,7 @@ CAP = 4.0
 """One task counts at most this many times worse than the merged model, so that no bad head decides alone."""
 RHO = (2.0, 4.0, 7.0)
 LESS = 0.2
-"""Factor on λ in the second round."""
+"""Factor on λ."""
 VALLEY = 0.35
 """A weaker pull to the anchor goes with an anchor further out: the best ρ goes about like λ^-VALLEY."""
 ALPHA = (0.0, 0.6)
@@ -102,14 +102,13 @@ def tune(
     scores: Mapping[str, Scores] | None = None,
     progress: bool = False,
 ) -> Tuning:
-    """Search λ, ρ, α around `settings` in three rounds, deterministic, coarse to fine.
+    """Search λ, ρ, α around `settings` in two rounds, deterministic, coarse to fine.
 
     λ moves along the valley: ρ goes with it as λ^-VALLEY.
 
-    1. ρ over RHO, at the λ and α of `settings`.
-    2. From the best so far: λ by a factor LESS, α in ALPHA, and half the ρ when the smallest was the best.
-    3. The bottoms of the parabolas through the best value and its neighbours, in log λ, log ρ (across the valley)
-       and α: λ alone, and all three at once.
+    1. ρ over RHO, at the λ and α of `settings`; from the middle ρ a λ by a factor LESS, and α in ALPHA.
+    2. The bottoms of the parabolas through the best value and its neighbours, in log λ, log ρ (across the valley)
+       and α: λ alone, and all three at once; and half the ρ when the smallest was the best.
 
     Raises:
         InputError: no held-out sample.
@@ -121,19 +120,18 @@ def tune(
     samples = min(total, max(total // SHARE, FEWEST))
     search = _Search(bench, scores or {}, samples, progress)
     start_at = settings.model_copy(update={"ridge": settings.ridge or SMALLEST})
-    grid = [rho for rho in dict.fromkeys((*RHO, settings.rho)) if rho > 0]
-    search.try_all([start_at.model_copy(update={"rho": rho}) for rho in grid])
-    first = search.best.settings
-    nearer = [first.model_copy(update={"rho": first.rho / 2})] if first.rho == min(grid) else []
-    alphas = [first.model_copy(update={"alpha": alpha}) for alpha in ALPHA]
-    search.try_all([along_valley(first, first.ridge * LESS), *alphas, *nearer])
-    second = search.best.settings
+    grid = [start_at.model_copy(update={"rho": rho}) for rho in sorted({*RHO, settings.rho}) if rho > 0]
+    middle = start_at.model_copy(update={"rho": RHO[len(RHO) // 2]})
+    alphas = [middle.model_copy(update={"alpha": alpha}) for alpha in ALPHA]
+    search.try_all([*grid, along_valley(middle, middle.ridge * LESS), *alphas])
+    best = search.best.settings
     across = {
-        "rho": second.rho * search.bottom(across_valley, math.log, math.exp) / across_valley(second),
+        "rho": best.rho * search.bottom(across_valley, math.log, math.exp) / across_valley(best),
         "alpha": min(max(search.bottom(lambda s: s.alpha), 0.0), 1.0),
     }
     ridge = search.bottom(lambda s: s.ridge, math.log, math.exp)
-    search.try_all([along_valley(one, ridge) for one in (second, second.model_copy(update=across))])
+    nearer = [best.model_copy(update={"rho": best.rho / 2})] if best.rho == grid[0].rho else []
+    search.try_all([along_valley(best, ridge), along_valley(best.model_copy(update=across), ridge), *nearer])
     return search.result(time.perf_counter() - start)
 
 
@@ -166,7 +164,7 @@ class _Search:
         for together in (new[start : start + most] for start in range(0, len(new), most)):
             first = not self.merged_kl
             job = self.bench.job(together, samples=self.samples, onlooker=first)
-            label = f"choosing settings, round {self.rounds} of 3"
+            label = f"choosing settings, round {self.rounds} of 2"
             job.progress = progress_bar(label, enabled=self.progress and self.bench.comm.rank == 0)
             calibrate(job)
             table, self.kind = divergences(job, self.scores)

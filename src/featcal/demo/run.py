@@ -84,15 +84,14 @@ def make_models(suite: Suite, options: Options, clock: Clock) -> tuple[Models, l
 
 
 def score(suite: Suite, models: Models) -> dict[str, Row]:
-    """Every row's outcomes on the test texts. Those of models that featcal did not calibrate are cached."""
+    """Every row's outcomes on the test texts, looked up where a model with these very weights was scored before."""
     test = {name: (encode(suite.tokenizer, t.test), t.targets(t.test)) for name, t in suite.tasks.items()}
     cache = cache_folder() / "outcomes"
     rows = {}
     for label in progress_bar("scoring")(list(models)):
         model = models[label]
         of_task = model if isinstance(model, dict) else dict.fromkeys(suite.tasks, model)
-        folder = None if label in {c[0] for c in CALIBRATIONS} else cache
-        outcomes = {name: measure(of_task[name], suite.heads[name], *test[name], folder) for name in suite.tasks}
+        outcomes = {name: measure(of_task[name], suite.heads[name], *test[name], cache) for name in suite.tasks}
         rows[label] = Row(label, outcomes)
     return rows
 
