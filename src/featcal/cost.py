@@ -219,7 +219,7 @@ def estimate(
     read = sum(keymap.checkpoint.nbytes(key) for name in _inside(keymap, seen.blocks) for key in keymap.keys(name))
     walks = 1
     if settings.tune == "auto":
-        rounds = (len(RHO) + len(ALPHA) + 2, 2)
+        rounds = (len(RHO) + len(ALPHA) + 2, 1)
         share = min(1.0, max(1 / SHARE, FEWEST / settings.samples))
         walks += len(rounds)
         for students in rounds:

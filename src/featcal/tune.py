@@ -108,7 +108,7 @@ def tune(
 
     1. ρ over RHO, at the λ and α of `settings`; from the middle ρ a λ by a factor LESS, and α in ALPHA.
     2. The bottoms of the parabolas through the best value and its neighbours, in log λ, log ρ (across the valley)
-       and α: λ alone, and all three at once; and half the ρ when the smallest was the best.
+       and α, all three at once; and half the ρ when the smallest was the best.
 
     Raises:
         InputError: no held-out sample.
@@ -125,13 +125,13 @@ def tune(
     alphas = [middle.model_copy(update={"alpha": alpha}) for alpha in ALPHA]
     search.try_all([*grid, along_valley(middle, middle.ridge * LESS), *alphas])
     best = search.best.settings
-    across = {
+    bottom = {
         "rho": best.rho * search.bottom(across_valley, math.log, math.exp) / across_valley(best),
         "alpha": min(max(search.bottom(lambda s: s.alpha), 0.0), 1.0),
     }
     ridge = search.bottom(lambda s: s.ridge, math.log, math.exp)
     nearer = [best.model_copy(update={"rho": best.rho / 2})] if best.rho == grid[0].rho else []
-    search.try_all([along_valley(best, ridge), along_valley(best.model_copy(update=across), ridge), *nearer])
+    search.try_all([along_valley(best.model_copy(update=bottom), ridge), *nearer])
     return search.result(time.perf_counter() - start)
 
 
