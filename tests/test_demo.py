@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import shutil
 import subprocess
 import zipfile
 from collections import Counter
@@ -533,11 +534,17 @@ def test_whole_demo_on_a_pico_encoder(tmp_path: Path, monkeypatch: pytest.Monkey
         right = [("rec.a", "rec.b")[c] == row["label"] for c, row in zip(best.tolist(), rows, strict=True)]
         assert 100 * sum(right) / len(right) == pytest.approx(found.rows[label].accuracies["rec"])
     data = [json.loads(line) for line in (out / "data" / "rec.jsonl").read_text().splitlines()]
-    assert len(data) == 8 and all(list(row) == ["text"] for row in data)
+    assert len(data) == 8 + 32 and all(list(row) == ["text"] for row in data)
     merged, calibrated = (AutoModel.from_pretrained(out / name) for name in ("merged", "calibrated"))
     assert not same_weights(merged, calibrated) and same_weights(merged.embeddings, calibrated.embeddings)
 
     # A second run, with the experts from the cache, gives the same numbers in the same folder.
     monkeypatch.setattr("featcal.demo.experts.train_expert", None)
+    shutil.rmtree(cache / "outcomes")
     again = main(out, options, console=Console(file=io.StringIO()))
     assert {k: row.accuracies for k, row in again.rows.items()} == {k: row.accuracies for k, row in found.rows.items()}
+
+    # It made the same weights: a third one finds their scores.
+    monkeypatch.setattr("featcal.demo.scoring.pooled_outputs", None)
+    third = main(out, options, console=Console(file=io.StringIO()))
+    assert {k: row.accuracies for k, row in third.rows.items()} == {k: row.accuracies for k, row in found.rows.items()}
