@@ -33,12 +33,13 @@ SHARE = 8
 FEWEST = 16
 CAP = 4.0
 """One task counts at most this many times worse than the merged model, so that no bad head decides alone."""
-RHO = (2.0, 4.0, 7.0)
+RHO = (1.0, 2.0, 7.0)
 LESS = 0.2
-"""Factor on λ."""
+"""Factor on λ, once and twice; its inverse when the search starts below LITTLE."""
+LITTLE = 1e-3
 VALLEY = 0.35
 """A weaker pull to the anchor goes with an anchor further out: the best ρ goes about like λ^-VALLEY."""
-ALPHA = (0.0, 0.6)
+ALPHA = 0.6
 NEIGHBOURS = 4
 """Held-out samples that a neighbourhood needs at least."""
 SMALLEST = 1e-5
@@ -102,13 +103,13 @@ def tune(
     scores: Mapping[str, Scores] | None = None,
     progress: bool = False,
 ) -> Tuning:
-    """Search λ, ρ, α around `settings` in two rounds, deterministic, coarse to fine.
+    """Search λ, ρ, α around `settings` in three rounds, deterministic, coarse to fine.
 
     λ moves along the valley: ρ goes with it as λ^-VALLEY.
 
-    1. ρ over RHO, at the λ and α of `settings`; from the middle ρ a λ by a factor LESS, and α in ALPHA.
-    2. The bottoms of the parabolas through the best value and its neighbours, in log λ, log ρ (across the valley)
-       and α, all three at once; and half the ρ when the smallest was the best.
+    1. ρ over RHO, at the λ and α of `settings`.
+    2. From the bottom of the parabola through these: λ one and two steps of a factor LESS, and one step with ALPHA.
+    3. From the best so far: the bottoms of the parabolas in log λ and in log ρ (across the valley), both at once.
 
     Raises:
         InputError: no held-out sample.
@@ -120,18 +121,12 @@ def tune(
     samples = min(total, max(total // SHARE, FEWEST))
     search = _Search(bench, scores or {}, samples, progress)
     start_at = settings.model_copy(update={"ridge": settings.ridge or SMALLEST})
-    grid = [start_at.model_copy(update={"rho": rho}) for rho in sorted({*RHO, settings.rho}) if rho > 0]
-    middle = start_at.model_copy(update={"rho": RHO[len(RHO) // 2]})
-    alphas = [middle.model_copy(update={"alpha": alpha}) for alpha in ALPHA]
-    search.try_all([*grid, along_valley(middle, middle.ridge * LESS), *alphas])
-    best = search.best.settings
-    bottom = {
-        "rho": best.rho * search.bottom(across_valley, math.log, math.exp) / across_valley(best),
-        "alpha": min(max(search.bottom(lambda s: s.alpha), 0.0), 1.0),
-    }
-    ridge = search.bottom(lambda s: s.ridge, math.log, math.exp)
-    nearer = [best.model_copy(update={"rho": best.rho / 2})] if best.rho == grid[0].rho else []
-    search.try_all([along_valley(best.model_copy(update=bottom), ridge), *nearer])
+    search.try_all([start_at.model_copy(update={"rho": rho}) for rho in sorted({*RHO, settings.rho}) if rho > 0])
+    step = LESS if start_at.ridge > LITTLE else 1 / LESS
+    first = search.bottom_across_valley()
+    once, twice = (along_valley(first, first.ridge * factor) for factor in (step, step**2))
+    search.try_all([once, twice, once.model_copy(update={"alpha": ALPHA})])
+    search.try_all([along_valley(search.bottom_across_valley(), search.bottom(lambda s: s.ridge))])
     return search.result(time.perf_counter() - start)
 
 
@@ -164,7 +159,7 @@ class _Search:
         for together in (new[start : start + most] for start in range(0, len(new), most)):
             first = not self.merged_kl
             job = self.bench.job(together, samples=self.samples, onlooker=first)
-            label = f"choosing settings, round {self.rounds} of 2"
+            label = f"choosing settings, round {self.rounds} of 3"
             job.progress = progress_bar(label, enabled=self.progress and self.bench.comm.rank == 0)
             calibrate(job)
             table, self.kind = divergences(job, self.scores)
@@ -177,18 +172,18 @@ class _Search:
     def best(self) -> Candidate:
         return min(self.candidates, key=lambda c: c.criterion)
 
-    def bottom(
-        self,
-        place: Callable[[Calibration], float],
-        scale: Callable[[float], float] = float,
-        back: Callable[[float], float] = float,
-    ) -> float:
-        """The bottom of the parabola through the best `place` and its neighbours, each with its best criterion."""
+    def bottom(self, place: Callable[[Calibration], float]) -> float:
+        """Bottom of the parabola, in logs, through the best `place` and its neighbours, each with its best value."""
         points: dict[float, float] = {}
         for candidate in self.candidates:
-            x = scale(place(candidate.settings))
+            x = math.log(place(candidate.settings))
             points[x] = min(candidate.criterion, points.get(x, math.inf))
-        return back(parabola_bottom(points, scale(place(self.best.settings))))
+        return math.exp(parabola_bottom(points, math.log(place(self.best.settings))))
+
+    def bottom_across_valley(self) -> Calibration:
+        """The best settings, moved across the valley to its bottom."""
+        best = self.best.settings
+        return best.model_copy(update={"rho": best.rho * self.bottom(across_valley) / across_valley(best)})
 
     def result(self, seconds: float) -> Tuning:
         best = self.best
@@ -208,24 +203,22 @@ class _Search:
 def parabola_bottom(points: Mapping[float, float], best: float) -> float:
     """Abscissa of the minimum of the parabola through the best point and its two neighbours, kept between these.
 
-    At the edge of what was tried: of the parabola through the last three, at most half a step beyond the best; with
-    two points half a step beyond, and the best itself when it is the only one.
+    At the edge of what was tried: of the parabola through the last three, at most half a step beyond the best. The best
+    itself when there are fewer than three points.
     """
     xs = sorted(points)
     place = xs.index(best)
-    if len(xs) == 1:
+    if len(xs) < 3:
         return best
+    edge = place in (0, len(xs) - 1)
     inner = xs[1] if place == 0 else xs[place - 1]
     beyond = best + (best - inner) / 2
-    low, high = sorted((inner, beyond)) if place in (0, len(xs) - 1) else (xs[place - 1], xs[place + 1])
-    near = xs[max(0, min(place - 1, len(xs) - 3)) :][:3]
-    if len(near) == 2:
-        return beyond
-    (x0, y0), (x1, y1), (x2, y2) = ((x, points[x]) for x in near)
+    low, high = sorted((inner, beyond)) if edge else (xs[place - 1], xs[place + 1])
+    (x0, y0), (x1, y1), (x2, y2) = ((x, points[x]) for x in xs[max(0, min(place - 1, len(xs) - 3)) :][:3])
     left, right = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
     curvature = (right - left) / (x2 - x0)
     if curvature <= 0:
-        return beyond if place in (0, len(xs) - 1) else best
+        return beyond if edge else best
     return min(max((x0 + x1) / 2 - left / (2 * curvature), low), high)
 
 
