@@ -23,7 +23,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from featcal.demo.sources import cache_folder
-from featcal.suites.smollm2 import build
+from featcal.evaluate import PromptReader
+from featcal.suites.load import load_suite
+from featcal.suites.smollm2 import build, loss_of
 
 DOMAINS = ("arithmetic", "news", "tales", "slovene")
 KILL_AFTER = 4
@@ -50,12 +52,7 @@ def write_recipe(root: Path, out: Path, samples: int) -> Path:
 
 
 def text_of(row: dict[str, str]) -> str:
-    return row["text"] if "text" in row else prompt_of(row) + row["answer"]
-
-
-def prompt_of(row: dict[str, str]) -> str:
-    """What the experts were given and not taught: a question."""
-    return f"{row['question']}\n" if "question" in row else ""
+    return row["text"] if "text" in row else f"{row['question']}\n{row['answer']}"
 
 
 def calibrate_killed_and_resumed(recipe: Path, target: Path) -> None:
@@ -75,19 +72,12 @@ def calibrate_killed_and_resumed(recipe: Path, target: Path) -> None:
 def losses(
     model: torch.nn.Module, tokenizer: object, root: Path, test: int, domains: tuple[str, ...]
 ) -> dict[str, float]:
-    """Mean loss per token of each domain's test texts, 64 tokens each; of arithmetic, of the answers alone."""
-    found = {}
+    """Mean loss per token of each domain's test texts, 64 tokens each; counted as the experts were trained."""
+    tasks, found = load_suite("smollm2-domains").tasks, {}
     for name in domains:
         rows = load_from_disk(str(root / "datasets" / "smollm2" / f"{name}-texts"))["test"].select(range(test))
-        total = count = 0.0
-        for row in rows:
-            ids = tokenizer(text_of(row), return_tensors="pt", truncation=True, max_length=64).input_ids  # type: ignore[operator]
-            given = len(tokenizer(prompt_of(row)).input_ids)  # type: ignore[operator]
-            labels = ids.masked_fill(torch.arange(ids.shape[1]) < given, -100)
-            tokens = int((labels[:, 1:] != -100).sum())
-            total += float(model(input_ids=ids, labels=labels).loss) * tokens
-            count += tokens
-        found[name] = total / count
+        reader = PromptReader(tokenizer, tasks[name].prompt, tasks[name].response, max_length=64)
+        found[name] = float(loss_of(model, reader, list(rows)))
     return found
 
 

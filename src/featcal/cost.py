@@ -20,7 +20,7 @@ from .settings import Calibration
 from .skeleton import BIG
 from .survey import Batches, Survey
 from .targets import BlockInfo, Group, unit_modules
-from .tune import FEWEST, RHO, SHARE
+from .tune import FEWEST, ROUNDS, SHARE
 
 GPU_CONTEXT = 600 * 2**20
 """Bytes that a CUDA context takes before anything is in it."""
@@ -219,7 +219,7 @@ def estimate(
     read = sum(keymap.checkpoint.nbytes(key) for name in _inside(keymap, seen.blocks) for key in keymap.keys(name))
     walks = 1
     if settings.tune == "auto":
-        rounds = (len(RHO) + 1, 3, 1)
+        rounds = (ROUNDS[0] + 1, *ROUNDS[1:])  # the merged model walks along in the first
         share = min(1.0, max(1 / SHARE, FEWEST / settings.samples))
         walks += len(rounds)
         for students in rounds:

@@ -40,6 +40,8 @@ LITTLE = 1e-3
 VALLEY = 0.35
 """A weaker pull to the anchor goes with an anchor further out: the best ρ goes about like λ^-VALLEY."""
 ALPHA = 0.6
+ROUNDS = (len(RHO), 3, 1)
+"""Candidates in each round of the search (one more in the first when the given ρ is not in RHO)."""
 NEIGHBOURS = 4
 """Held-out samples that a neighbourhood needs at least."""
 SMALLEST = 1e-5
@@ -159,7 +161,7 @@ class _Search:
         for together in (new[start : start + most] for start in range(0, len(new), most)):
             first = not self.merged_kl
             job = self.bench.job(together, samples=self.samples, onlooker=first)
-            label = f"choosing settings, round {self.rounds} of 3"
+            label = f"choosing settings, round {self.rounds} of {len(ROUNDS)}"
             job.progress = progress_bar(label, enabled=self.progress and self.bench.comm.rank == 0)
             calibrate(job)
             table, self.kind = divergences(job, self.scores)
@@ -207,18 +209,15 @@ def parabola_bottom(points: Mapping[float, float], best: float) -> float:
     itself when there are fewer than three points.
     """
     xs = sorted(points)
-    place = xs.index(best)
     if len(xs) < 3:
         return best
-    edge = place in (0, len(xs) - 1)
-    inner = xs[1] if place == 0 else xs[place - 1]
-    beyond = best + (best - inner) / 2
-    low, high = sorted((inner, beyond)) if edge else (xs[place - 1], xs[place + 1])
-    (x0, y0), (x1, y1), (x2, y2) = ((x, points[x]) for x in xs[max(0, min(place - 1, len(xs) - 3)) :][:3])
+    (x0, y0), (x1, y1), (x2, y2) = ((x, points[x]) for x in xs[max(0, min(xs.index(best) - 1, len(xs) - 3)) :][:3])
+    beyond = best + (best - x1) / 2  # the best itself, unless it lies at an edge
+    low, high = (x0, x2) if best == x1 else sorted((x1, beyond))
     left, right = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
     curvature = (right - left) / (x2 - x0)
     if curvature <= 0:
-        return beyond if edge else best
+        return beyond
     return min(max((x0 + x1) / 2 - left / (2 * curvature), low), high)
 
 

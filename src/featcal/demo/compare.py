@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..api import calibrate
 from ..baselines import Training, train_surgery
+from ..bench import first_samples
 from ..log import progress_bar
 from ..merging import get_merger, merge_modules
 from ..suites.meter import Meter, tree_rss
@@ -101,7 +102,8 @@ class _Bench:
 
     def __post_init__(self) -> None:
         suite = self.suite
-        self.data = suite.batches(self.options.batch_size, self.options.samples)
+        batches = suite.batches(self.options.batch_size)
+        self.data = {name: first_samples(own, self.options.samples) for name, own in batches.items()}
         self.test = {n: (encode(suite.tokenizer, t.test), t.targets(t.test)) for n, t in suite.tasks.items()}
 
     def rows(self) -> Iterator[Entry]:

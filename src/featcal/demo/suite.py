@@ -45,10 +45,8 @@ class Suite:
     calibration: dict[str, Batch]
     """Encoded texts that were set apart for calibration."""
 
-    def batches(self, size: int, samples: int | None = None) -> dict[str, list[Batch]]:
-        """The first `samples` of them, or all, by task."""
-        first = {n: {k: v[:samples] for k, v in rows.items()} for n, rows in self.calibration.items()}
-        return {name: list(split_batches(rows, size)) for name, rows in first.items()}
+    def batches(self, size: int) -> dict[str, list[Batch]]:
+        return {name: list(split_batches(rows, size)) for name, rows in self.calibration.items()}
 
 
 class Clock:
