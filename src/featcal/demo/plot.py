@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
+from ..writer import atomic_write
 
 _STYLE = {
     "merged": {"color": "0.45", "linestyle": "--", "marker": "o", "markerfacecolor": "white"},
@@ -20,6 +20,8 @@ def plot_drift(drifts: Mapping[str, Mapping[str, Sequence[float]]], file: Path) 
         drifts: task → `merged` and `calibrated` → mean drift per block, first block first.
         file: a PNG file.
     """
+    from matplotlib.figure import Figure  # a second to import, and every command imports this module
+
     figure = Figure(figsize=(2.1 * len(drifts) + 0.4, 2.6), layout="constrained")
     axes = figure.subplots(1, len(drifts), sharey=True, squeeze=False)[0]
     for axis, (task, curves) in zip(axes, drifts.items(), strict=True):
@@ -36,4 +38,5 @@ def plot_drift(drifts: Mapping[str, Mapping[str, Sequence[float]]], file: Path) 
     axes[0].set_ylabel("drift: mean ‖h − h expert‖₂", fontsize=9)
     figure.supxlabel("block", fontsize=9)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, frameon=False, fontsize=9)
-    figure.savefig(file, dpi=150)
+    with atomic_write(file) as stream:
+        figure.savefig(stream, format="png", dpi=150)

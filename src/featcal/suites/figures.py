@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..writer import atomic_write
+
 _STYLES = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", "-"))
 _HATCHES = ("", "//", "xx", "..", "\\\\")
 _LABELS = {"ridge": "ridge λ", "alpha": "target interpolation α", "rho": "anchor blend ρ"}
@@ -68,8 +70,7 @@ def ablation(
             axes.set_xscale("log")
         axes.set(xlabel=_LABELS[setting], ylabel="average score (%)")
         axes.legend(frameon=False, fontsize=8)
-    figure.savefig(file, dpi=150)
-    _close(figure)
+    _save(figure, file)
 
 
 def phases(file: Path, seconds: Mapping[str, Mapping[str, float]]) -> None:
@@ -90,22 +91,18 @@ def phases(file: Path, seconds: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def _new(panels: int = 1) -> tuple[Any, Any]:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg", force=False)
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(1, panels, figsize=(6 if panels == 1 else 4.5 * panels, 4), layout="constrained", squeeze=True)
+    figure = Figure(figsize=(6 if panels == 1 else 4.5 * panels, 4), layout="constrained")
+    return figure, figure.subplots(1, panels, squeeze=True)
 
 
 def _finish(figure: Any, axes: Any, file: Path) -> None:
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=150)
-    _close(figure)
+    _save(figure, file)
 
 
-def _close(figure: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    plt.close(figure)
+def _save(figure: Any, file: Path) -> None:
+    with atomic_write(file) as stream:
+        figure.savefig(stream, format="png", dpi=150)

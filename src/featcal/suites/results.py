@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from ..errors import InputError
 from ..evaluate import Score, average, main_scores
 from ..recipe import slug
+from ..writer import atomic_write
 
 Scores = dict[str, dict[str, Score]]
 """{task: {metric: score}}; the first metric is the main one."""
@@ -95,6 +95,5 @@ def write_json(file: Path, value: Any) -> None:
 
 def write_text(file: Path, text: str) -> None:
     """Write a text file as a whole: never half of it."""
-    temporary = file.with_name(f".{file.name}.part")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, file)
+    with atomic_write(file) as stream:
+        stream.write(text.encode())
