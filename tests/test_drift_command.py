@@ -13,7 +13,7 @@ from rich.console import Console
 import folders
 from featcal import InputError, drift
 from featcal.drift.command import drift as measure_recipe
-from featcal.drift.command import labelled
+from featcal.recipe import labelled
 from featcal.plan import prepare
 from featcal.recipe import load_recipe
 from featcal.report import drift_table

@@ -46,6 +46,7 @@ from featcal.evaluate import (
 )
 from featcal.evaluate.harness import HarnessTask, is_installed
 from featcal.recipe import DataSpec
+from featcal.report import parse_scores
 from pico import PAD, family_setup, make, perturbed
 
 _LETTERS = ["1", "2", "3", "4", "5", ".", "0", "Q", ":"]
@@ -301,7 +302,7 @@ def test_generation_is_greedy_exact_match_from_input_ids_alone():
     parrot = Parrot("yes")
     result = evaluate({"m": parrot}, EvalTask("t", scorer, rows), device="cpu", progress=False)["m"]["exact_match"]
     assert result.value == pytest.approx(200 / 3)
-    assert set(parrot.given) == {"input_ids", "generation_config"}
+    assert set(parrot.given) == {"input_ids", "generation_config", "logits_processor"}
     config = parrot.given["generation_config"]
     assert (config.max_length, config.num_beams, config.do_sample) == (10, 1, False)
     assert parrot.given["input_ids"][0, 0] == 4 + WORDS.index("Q")
@@ -464,9 +465,12 @@ def test_a_recipe_is_scored_on_rows_that_calibration_does_not_read(tmp_path: Any
     assert task["accuracy"].n == 50 - 8 - 32, "8 samples and 32 held-out rows are left alone"
     assert 0 <= task["agreement"].value <= 100
     assert set(got["experts"]["task0"]) == {"accuracy"}
-    saved = json.loads((tmp_path / "out" / "merged.scores.json").read_text())
+    saved = json.loads((tmp_path / "out" / "scores.json").read_text())
     assert saved["task0"]["value"] == task["accuracy"].value
-    assert saved["average"] == average(main_scores(got["merged"]))
+    assert saved["average"] == average(main_scores(got["again"]))
+    assert set(saved["models"]) == set(got)
+    assert saved["models"]["experts"]["task1"]["value"] == got["experts"]["task1"]["accuracy"].value
+    assert parse_scores(saved)["merged"]["task0"].value == parse_scores(saved)["calibrated"]["task0"].value
     only = evaluate_recipe(file, [str(tmp_path / "merged")], own=False, limit=5, progress=False)
     assert set(only) == {"merged"} and only["merged"]["task1"]["accuracy"].n == 5
 
@@ -490,7 +494,7 @@ def test_the_command_prints_and_saves_scores(tmp_path: Any):
     ran = CliRunner().invoke(app, words)
     assert ran.exit_code == 0, ran.output
     assert "accuracy" in ran.output
-    assert (tmp_path / "out" / "merged.scores.json").is_file()
+    assert set(json.loads((tmp_path / "out" / "scores.json").read_text())["models"]) == {"merged"}
     (tmp_path / "names.txt").write_text("cat\n\ndog\nthe {}!\n")
     assert read_classes(f"pets={tmp_path / 'names.txt'}") == ("pets", (["cat", "dog"], ["the {}!"]))
     with pytest.raises(InputError, match="expected TASK=FILE"):

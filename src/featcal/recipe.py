@@ -428,6 +428,25 @@ def resolve_reference(reference: str, folder: str | os.PathLike[str] = ".") -> s
     return _absolute(reference, folder)
 
 
+def labelled(models: Sequence[str], folder: str | Path, taken: Sequence[str] = ()) -> dict[str, str]:
+    """`DIR` or `LABEL=DIR` each → label → reference; without a label the folder's name is one.
+
+    Raises:
+        InputError: two models of one label, or a label that the recipe uses itself.
+    """
+    made: dict[str, str] = {}
+    for text in models:
+        label, sign, reference = text.partition("=")
+        if not sign or "/" in label:
+            label, reference = Path(text.rstrip("/")).name, text
+        if not label or not reference:
+            raise InputError(f"--model {text}: expected DIR, or LABEL=DIR")
+        if label in made or label in taken:
+            raise InputError(f"--model {text}: there is another model called '{label}'; write LABEL={reference}")
+        made[label] = resolve_reference(reference, folder)
+    return made
+
+
 def resolve_source(source: str, folder: str | os.PathLike[str] = ".") -> str:
     """A data source by the rules of `resolve_reference`, where a '+' has no meaning."""
     return _existing(source, folder) or _absolute(source, folder)

@@ -13,6 +13,9 @@ from .errors import InputError
 Loc = tuple[Any, ...]
 """Where a value sits in a document, e.g. ``("tasks", "cars", "data", "split")``."""
 
+MOST = 100_000
+"""Values of a document: a few nested aliases can stand for billions."""
+
 
 class _Loader(yaml.SafeLoader):
     """`1e-5` is a number; `on`, `off`, `yes`, `no`, dates and `010` are text; keys are always text."""
@@ -91,6 +94,8 @@ def _walk(
 ) -> None:
     """Notes the place of every value under `node`, and every key that comes twice."""
     places[loc] = f"{name}, line {node.start_mark.line + 1}"
+    if len(places) > MOST:
+        raise yaml.MarkedYAMLError(problem=f"more than {MOST:,} values (aliases count as what they stand for)")
     if id(node) in above:
         raise yaml.MarkedYAMLError(problem="an anchor contains itself", problem_mark=node.start_mark)
     above = above | {id(node)}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-_BROKEN = (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
+BROKEN = (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
 """What PIL raises on files that are not images, or that are cut or damaged."""
 
 
@@ -27,7 +27,7 @@ def check_image(image: dict[str, Any]) -> str | None:
         open_rgb(image_bytes(image))
     except FileNotFoundError:
         return f"there is no image file {image['path']}"
-    except _BROKEN as error:
+    except BROKEN as error:
         return f"not a readable image ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
     return None
 

@@ -125,7 +125,7 @@ def load_samples(
     for index in permutation(table.size, seed, task):
         if len(chosen) >= n and len(extra) >= held_out:
             break
-        row = _read_row(table, index, columns)
+        row = read_row(table, index, columns)
         problem = check_image(row["image"]) if row and "image" in row else None
         if row is None:
             empty += 1
@@ -264,7 +264,7 @@ def _spelt(columns: Mapping[str, str]) -> str:
 # ------------------------------------------------------------------------------------------------------ rows
 
 
-def _read_row(table: Table, index: int, columns: Mapping[str, str]) -> Row | None:
+def read_row(table: Table, index: int, columns: Mapping[str, str]) -> Row | None:
     """The parts of one row in plain form, or None when a part that the sample needs is empty."""
     parts = {part: _columns_of(part, named, table.columns) for part, named in columns.items()}
     cells = table.read(index, tuple(dict.fromkeys(column for names in parts.values() for column in names)))

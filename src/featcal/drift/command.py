@@ -11,7 +11,7 @@ from ..adapters import open_model
 from ..errors import InputError
 from ..log import progress_bar
 from ..plan import Model, Plan, map_model, prepare
-from ..recipe import MergeSpec, Recipe, load_recipe, resolve_reference
+from ..recipe import MergeSpec, Recipe, labelled, load_recipe
 from ..skeleton import DiskNetwork
 from ..writer import atomic_write
 from .outputs import Scores
@@ -77,25 +77,6 @@ def drift(
     if output is not None:
         write(found, output)
     return found
-
-
-def labelled(models: Sequence[str], folder: str | Path, taken: Sequence[str] = ()) -> dict[str, str]:
-    """`DIR` or `LABEL=DIR` each → label → reference; without a label the folder's name is one.
-
-    Raises:
-        InputError: two models of one label, or a label that the recipe uses itself.
-    """
-    made: dict[str, str] = {}
-    for text in models:
-        label, sign, reference = text.partition("=")
-        if not sign or "/" in label:
-            label, reference = Path(text.rstrip("/")).name, text
-        if not label or not reference:
-            raise InputError(f"--model {text}: expected DIR, or LABEL=DIR")
-        if label in made or label in taken:
-            raise InputError(f"--model {text}: there is another model called '{label}'; write LABEL={reference}")
-        made[label] = resolve_reference(reference, folder)
-    return made
 
 
 def _opened(plan: Plan, more: Mapping[str, str], trust: bool) -> dict[str, Model]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from ..errors import InputError
+from ..errors import InputError, nearest
 from ..recipe import load_recipe
+from .harness import HarnessTask
 from .recipe import evaluate_recipe
 from .table import score_table
 
@@ -17,18 +19,33 @@ from .table import score_table
 def evaluate_command(
     recipe: Annotated[Path, typer.Argument(help="recipe file (YAML)", show_default=False)],
     models: Annotated[
-        list[str] | None, typer.Option("--model", metavar="DIR", help="another checkpoint to score; may be repeated")
+        list[str] | None,
+        typer.Option("--model", metavar="[LABEL=]DIR", help="another checkpoint to score; may be repeated"),
     ] = None,
     only: Annotated[bool, typer.Option("--only", help="score --model alone, not the recipe's own models")] = False,
-    split: Annotated[str | None, typer.Option(help="split to score [test, validation, …, or unused rows]")] = None,
+    split: Annotated[
+        str | None, typer.Option(help="split to score [test, validation, …, or unused rows]", show_default=False)
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="rows per task, a seeded choice [all]", min=1)] = None,
     batch_size: Annotated[int, typer.Option(help="rows per forward pass", min=1)] = 32,
     classes: Annotated[
         list[str] | None,
         typer.Option(metavar="TASK=FILE", help="class names of a CLIP task, one a line; templates hold a {}"),
     ] = None,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option("--metric", metavar="TASK=METRIC", help="exact_match [default] or spearman, for text-to-text"),
+    ] = None,
+    benchmarks: Annotated[
+        list[str] | None,
+        typer.Option("--lm-eval", metavar="TASK[:METRIC]", help="a task of lm-eval to score on, too; may be repeated"),
+    ] = None,
+    shots: Annotated[int | None, typer.Option(help="examples in lm-eval prompts [the task's own]", min=0)] = None,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="let lm-eval run programs that a model wrote (in a sandbox!)")
+    ] = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="folder for MODEL.scores.json [beside nothing: printed only]")
+        Path | None, typer.Option("-o", "--output", help="folder for scores.json", show_default=False)
     ] = None,
     workers: Annotated[int, typer.Option(help="processes that prepare batches", min=0)] = 0,
     overrides: Annotated[
@@ -45,6 +62,9 @@ def evaluate_command(
         limit=limit,
         batch_size=batch_size,
         classes=dict(read_classes(text) for text in classes or ()),
+        metrics=dict(read_metric(text) for text in metrics or ()),
+        benchmarks=dict(read_benchmark(text, shots) for text in benchmarks or ()),
+        allow_code=allow_code,
         output=output,
         workers=workers,
         progress=not quiet,
@@ -56,13 +76,41 @@ def read_classes(text: str) -> tuple[str, tuple[list[str], list[str]]]:
     """The task, its class names (lines without {}) and its templates (lines with {}, or 'a photo of a {}.').
 
     Raises:
-        InputError: not of this form, or no class name in the file.
+        InputError: not of this form, not text, a template with other braces, or no class name in the file.
     """
     task, equals, file = text.partition("=")
     if not equals or not Path(file).is_file():
         raise InputError(f"--classes {text}: expected TASK=FILE, a text file with one class name a line")
-    lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
-    names = [line for line in lines if "{}" not in line]
+    try:
+        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise InputError(f"--classes {text}: {file} is not UTF-8 text") from error
+    names = [line for line in lines if "{" not in line and "}" not in line]
+    templates = [line for line in lines if line not in names]
+    for template in templates:
+        if not re.fullmatch(r"[^{}]*\{\}[^{}]*", template):
+            raise InputError(f"--classes {text}: template '{template}' needs one {{}} and no other brace")
     if not names:
         raise InputError(f"--classes {text}: {file} holds no class name")
-    return task, (names, [line for line in lines if "{}" in line] or ["a photo of a {}."])
+    return task, (names, templates or ["a photo of a {}."])
+
+
+def read_metric(text: str) -> tuple[str, Any]:
+    """The task and its metric.
+
+    Raises:
+        InputError: not of this form, or an unknown metric.
+    """
+    task, _, metric = text.partition("=")
+    known = ("exact_match", "spearman")
+    if metric not in known:
+        raise InputError(
+            f"--metric {text}: expected TASK=METRIC, a metric of {', '.join(known)}{nearest(metric, known)}"
+        )
+    return task, metric
+
+
+def read_benchmark(text: str, shots: int | None) -> tuple[str, HarnessTask]:
+    """lm-eval's task, and which of its numbers counts (`gsm8k:exact_match,strict-match`)."""
+    task, _, metric = text.partition(":")
+    return task, HarnessTask(task, metric or None, shots)

@@ -17,8 +17,9 @@ class HarnessTask:
     """One task of lm-eval and which of its numbers counts."""
 
     task: str
-    metric: str
-    """As lm-eval calls it, with its filter: `exact_match,strict-match`, `acc_norm,none`, `pass@1,create_test`."""
+    metric: str | None = None
+    """As lm-eval calls it, with its filter: `exact_match,strict-match`, `acc_norm,none`, `pass@1,create_test`.
+    None: the first that the task reports."""
     shots: int | None = None
     """None: the task's own number."""
     chat: bool = False
@@ -91,18 +92,23 @@ def run_harness(
             log_samples=False,
             confirm_run_unsafe_code=allow_code,
         )
-        scores[name] = {task.metric: _score(task, results)}
+        found = _score(task, results)
+        scores[name] = {found.metric: found}
     return scores
 
 
 def _score(task: HarnessTask, results: Any) -> Score:
     found = results["results"][task.task]
-    if task.metric not in found:
-        known = ", ".join(key for key in found if "," in key and "_stderr" not in key)
-        raise InputError(f"lm-eval task '{task.task}' has no metric '{task.metric}'; it has: {known}")
-    value = 100.0 * float(found[task.metric])
-    base, _, filtered = task.metric.partition(",")
+    known = [key for key in found if "," in key and "_stderr" not in key]
+    metric = task.metric or next(iter(known), "")
+    if metric not in known:
+        wanted = (
+            f"no metric '{metric}'; it has: {', '.join(known)}" if metric else "no score of its own; name a sub-task"
+        )
+        raise InputError(f"lm-eval task '{task.task}' has {wanted}")
+    value = 100.0 * float(found[metric])
+    base, _, filtered = metric.partition(",")
     error = found.get(f"{base}_stderr,{filtered}", "N/A")
     spread = 0.0 if isinstance(error, str) else 196.0 * float(error)
     n = int(results["n-samples"][task.task]["effective"])
-    return Score(task.metric, value, n, max(0.0, value - spread), min(100.0, value + spread))
+    return Score(metric, value, n, max(0.0, value - spread), min(100.0, value + spread))

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import InputError
+
 Outcomes = NDArray[np.float64]
 """(rows, k), k as the metric needs."""
 
@@ -29,8 +31,8 @@ def ratio_percent(outcomes: Outcomes) -> float:
 
 
 def perplexity(outcomes: Outcomes) -> float:
-    """exp(Σ negative log-likelihoods / Σ tokens) of outcomes (rows, 2), in nats per token."""
-    return float(math.exp(outcomes[:, 0].sum() / outcomes[:, 1].sum()))
+    """exp(Σ negative log-likelihoods / Σ tokens) of outcomes (rows, 2), in nats per token; at most exp(700) ~ 1e304."""
+    return math.exp(min(float(outcomes[:, 0].sum() / outcomes[:, 1].sum()), 700.0))
 
 
 def spearman(outcomes: Outcomes) -> float:
@@ -57,6 +59,8 @@ class Metric:
     reduce: Callable[[Outcomes], float]
     unit: str
     higher_is_better: bool = True
+    ratio: bool = False
+    """A sum over a sum: rows that add nothing to the lower one say nothing."""
 
 
 METRICS = {
@@ -65,8 +69,8 @@ METRICS = {
         Metric("accuracy", mean_percent, "%"),
         Metric("exact_match", mean_percent, "%"),
         Metric("spearman", spearman, "%"),
-        Metric("agreement", ratio_percent, "%"),
-        Metric("perplexity", perplexity, "nats", higher_is_better=False),
+        Metric("agreement", ratio_percent, "%", ratio=True),
+        Metric("perplexity", perplexity, "nats", higher_is_better=False, ratio=True),
     )
 }
 
@@ -98,25 +102,41 @@ def score(metric: str, outcomes: Outcomes, *, resamples: int = 1000, seed: int =
         metric: a key of `METRICS`.
         resamples: bootstrap samples; with 0 the interval is the value itself.
         seed: of the resampling.
+
+    Raises:
+        InputError: no outcome, or none that counts.
     """
-    assert len(outcomes), "no outcome to score"
-    reduce = METRICS[metric].reduce
-    value = reduce(outcomes)
+    reduce, ratio = METRICS[metric].reduce, METRICS[metric].ratio
+    counted = outcomes[outcomes[:, 1] > 0] if ratio and len(outcomes) else outcomes
+    if not len(counted):
+        raise InputError(f"{metric}: nothing to count in any of {len(outcomes)} rows (texts of one token, or none)")
+    value = reduce(counted)
     if not resamples:
-        return Score(metric, value, len(outcomes), value, value)
+        return Score(metric, value, len(counted), value, value)
+    if reduce is mean_percent and value in (0.0, 100.0):
+        return Score(metric, value, len(counted), *_unanimous(value, len(counted)))
     generator = np.random.default_rng(seed)
-    draws = (generator.integers(len(outcomes), size=len(outcomes)) for _ in range(resamples))
-    low, high = np.quantile([reduce(outcomes[draw]) for draw in draws], [0.025, 0.975])
-    return Score(metric, value, len(outcomes), float(low), float(high))
+    draws = (generator.integers(len(counted), size=len(counted)) for _ in range(resamples))
+    low, high = np.quantile([reduce(counted[draw]) for draw in draws], [0.025, 0.975])
+    return Score(metric, value, len(counted), float(low), float(high))
+
+
+def _unanimous(value: float, n: int) -> tuple[float, float]:
+    """Wilson's 95 % interval when all rows are right or all are wrong, where a bootstrap knows no doubt."""
+    doubt = 100.0 * 1.96**2 / (n + 1.96**2)
+    return (0.0, doubt) if value == 0.0 else (100.0 - doubt, 100.0)
 
 
 def average(scores: Mapping[str, Score]) -> float | None:
-    """The unweighted mean over tasks: arithmetic for percentages, geometric for perplexities, None for a mixture."""
+    """The unweighted mean over tasks: arithmetic for percentages, geometric for perplexities.
+
+    None for a mixture of units, and of agreement (with the expert) and correctness.
+    """
     values = [one.value for one in scores.values()]
-    percent = {is_percent(one.metric) for one in scores.values()}
-    if len(percent) != 1:
+    kinds = {one.metric if one.metric == "agreement" else is_percent(one.metric) for one in scores.values()}
+    if len(kinds) != 1:
         return None
-    return float(np.mean(values)) if percent == {True} else float(np.exp(np.mean(np.log(values))))
+    return float(np.exp(np.mean(np.log(values)))) if kinds == {False} else float(np.mean(values))
 
 
 def agreement(choices: Sequence[Any], reference: Sequence[Any]) -> Outcomes:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..data.images import image_bytes, open_rgb
+from ..data.images import BROKEN, check_image, image_bytes, open_rgb
 from ..errors import InputError, nearest
 from ..templates import fill_template
 
@@ -40,8 +40,17 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
 
 
 def rgb(image: Any) -> Any:
-    """An 8-bit RGB picture from a PIL image, or from a stored one ({"path": ..., "bytes": ...})."""
-    return open_rgb(image_bytes(image)) if isinstance(image, dict) else image.convert("RGB")
+    """An 8-bit RGB picture from a PIL image, or from a stored one ({"path": ..., "bytes": ...}).
+
+    Raises:
+        InputError: there is no such file, or it cannot be decoded.
+    """
+    if not isinstance(image, dict):
+        return image.convert("RGB")
+    try:
+        return open_rgb(image_bytes(image))
+    except BROKEN as error:
+        raise InputError(f"{image['path'] or 'an image'}: {check_image(image) or error}") from error
 
 
 @dataclass(frozen=True)
@@ -102,12 +111,13 @@ class PromptReader:
     prompt_if: tuple[str, str] | None = None
     messages: str | None = None
     max_length: int = 512
+    chat_template: str | None = None
+    """Instead of the tokenizer's own."""
 
     def encode(self, row: Mapping[str, Any]) -> tuple[list[int], int]:
         """Token ids, and how many of them belong to the prompt."""
         if self.messages is not None:
-            chat = self.tokenizer.apply_chat_template(pick(row, [self.messages]), tokenize=True, return_dict=True)
-            return list(chat["input_ids"])[: self.max_length], 0
+            return self._chat(pick(row, [self.messages]))[: self.max_length], 0
         assert self.response is not None
         if self.prompt is None:
             return list(self.tokenizer(fill(self.response, row))["input_ids"])[: self.max_length], 0
@@ -120,6 +130,19 @@ class PromptReader:
         tail = list(self.tokenizer(fill(self.response, row), add_special_tokens=False)["input_ids"])
         ids = [*head, *tail, self.tokenizer.eos_token_id][: self.max_length]
         return ids, min(len(head), len(ids))
+
+    def _chat(self, messages: Any) -> list[int]:
+        from jinja2 import TemplateError
+
+        if self.chat_template is None and getattr(self.tokenizer, "chat_template", None) is None:
+            raise InputError("the rows are chat messages, but the tokenizer has no chat template; give plain texts")
+        try:
+            chat = self.tokenizer.apply_chat_template(
+                messages, chat_template=self.chat_template, tokenize=True, return_dict=True
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InputError(f"the chat template refuses a row: {str(error).splitlines()[0]}") from error
+        return list(chat["input_ids"])
 
     def __call__(self, rows: Rows) -> dict[str, Tensor]:
         """`input_ids`, `attention_mask`, and `counted` (all (rows, tokens), padded on the right)."""

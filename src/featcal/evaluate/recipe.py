@@ -1,44 +1,32 @@
-"""`featcal evaluate`: task scores of a recipe's checkpoints, and of any others.
-
-The recipe says how the data look, the checkpoint's class says what a score is: a classifier's accuracy, CLIP's
-zero-shot accuracy, exact match of text-to-text answers, a language model's perplexity. Rows are those of another split
-where the source has one, else the rows of the recipe's split that calibration does not read.
-"""
+"""`featcal evaluate`: task scores of a recipe's checkpoints, and of any others, beside each other."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
-from torch.utils.data import Subset
 
-from ..data import ModelInput, Processor, find_processor, load_samples, open_table
-from ..data.samples import choose_columns
-from ..errors import InputError
-from ..recipe import DataSpec, Recipe, load_recipe
-from .checkpoints import load_model
-from .classes import class_names, known_classes
-from .heads import Head, OwnHead, zero_shot_head
-from .readers import ImageReader, PromptReader, TextReader
-from .rows import TableRows
-from .run import EvalTask, predict, score_predictions
-from .scorers import Classification, Generation, Likelihood, Predictions, Scorer
+from ..cost import available_memory
+from ..data import ModelInput, find_processor
+from ..errors import InputError, nearest
+from ..network import Network, pick_device
+from ..recipe import Recipe, labelled, load_recipe
+from .checkpoints import checkpoint_bytes, load_model, named_class
+from .harness import HarnessTask, run_harness
+from .outcomes import Score
+from .run import predict, score_predictions
+from .scorers import Predictions
 from .table import write_scores
+from .tasks import Classes, RecipeTasks, TextMetric
 
-logger = logging.getLogger("featcal")
+EXPERTS = "experts"
+"""The row of the experts, each on its own task."""
 
-SPLITS = ("test", "validation", "valid", "dev")
-"""Splits to score on, best first."""
-
-LABELS = ("label", "labels", "fine_label")
-"""Columns that hold a label when the recipe names none."""
-
-Classes = Mapping[str, tuple[Sequence[str], Sequence[str]]]
-"""Task name → class names (by label) and templates with a {}."""
+SHARE = 0.6
+"""Of the free memory, for models that are scored side by side."""
 
 
 def evaluate_recipe(
@@ -50,167 +38,147 @@ def evaluate_recipe(
     limit: int | None = None,
     batch_size: int = 32,
     classes: Classes | None = None,
+    metrics: Mapping[str, TextMetric] | None = None,
+    benchmarks: Mapping[str, HarnessTask] | None = None,
+    allow_code: bool = False,
     output: str | Path | None = None,
     workers: int = 0,
     progress: bool = True,
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """Scores of checkpoints on a recipe's tasks, {model: {task: {metric: Score}}}; every checkpoint in turn.
+) -> dict[str, dict[str, dict[str, Score]]]:
+    """Scores of checkpoints on a recipe's tasks, {model: {task: {metric: Score}}}.
 
-    Each model's agreement with the task's expert is added, which needs no labels. Without labels it is all there is.
+    Models that fit in memory together are scored in one pass over the data. Each model's agreement with the task's
+    expert is added, which needs no labels. Without labels it is all there is.
 
     Args:
-        models: further checkpoints to score: folders, Hub ids, or a mapping from names to them.
+        models: further checkpoints to score, `DIR` or `LABEL=DIR` each (folders, Hub ids), or a mapping.
         own: score the recipe's own base, merged model (when it is a checkpoint) and experts, too.
-        split: the split to score on; by default the first that exists of `SPLITS`, else unused rows of the recipe's.
+        split: the split to score on; by default the first of `SPLITS` that has labels, else rows of the recipe's own
+            split that calibration does not read.
         limit: a seeded choice of that many rows per task.
         classes: class names and templates for CLIP, by task; the published tasks' are known.
-        output: a folder for `NAME.scores.json` files.
+        metrics: `exact_match` (default) or `spearman`, by task, for text-to-text models.
+        benchmarks: tasks of lm-eval that causal language models (not the experts) are also scored on.
+        allow_code: let benchmarks run programs that a model wrote.
+        output: a folder for `scores.json`: the scores of the last of `models`, else of the recipe's merged model,
+            and under `models` all of them.
 
     Raises:
         InputError: a broken recipe, a checkpoint that cannot be had, data or a class that no score is known for.
     """
     made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    named = dict(models) if isinstance(models, Mapping) else {Path(ref).name: ref for ref in models}
-    if own:
-        merged = {"merged": made.merged} if isinstance(made.merged, str) else {}
-        named = {"base": made.base, **merged, **named}
-    elif not named:
-        raise InputError("no model to evaluate: name one")
-    setting = _Setting(made, split, dict(classes or {}))
-    options: dict[str, Any] = {"batch_size": batch_size, "limit": limit, "device": made.device, "workers": workers}
-    taught: dict[str, Predictions] = {}
-    scores: dict[str, dict[str, dict[str, Any]]] = {"experts": {}}
-    for task, spec in made.tasks.items():
-        expert = load_model(spec.expert, base=made.base)
-        found = predict({"experts": expert}, setting.task(task, expert), progress=progress, **options)["experts"]
-        taught[task] = found
-        scores["experts"][task] = score_predictions(setting.task(task, expert).scorer.metric, found)
-    for name, ref in named.items():
-        model = load_model(ref, base=made.base)
-        scores[name] = {}
-        for task in made.tasks:
-            job = setting.task(task, model)
-            found = predict({name: model}, job, progress=progress, **options)[name]
-            scores[name][task] = score_predictions(job.scorer.metric, found, taught[task])
+    _check_names(made, classes or {}, metrics or {}, benchmarks or {})
+    named = _named(made, models, Path(".") if isinstance(recipe, Recipe) else Path(recipe).parent, own)
+    for ref in named.values():
+        named_class(ref, base=made.base)
+    folder = None if output is None else _folder(output)
+    tasks = RecipeTasks(made, split, limit, classes or {}, metrics or {})
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "device": made.device,
+        "workers": workers,
+        "progress": progress,
+    }
+    scores, taught = _experts(made, tasks, options)
     if not own:
-        del scores["experts"]
-    if output is not None:
-        Path(output).mkdir(parents=True, exist_ok=True)
-        for name, own_scores in scores.items():
-            write_scores(own_scores, Path(output) / f"{name}.scores.json")
+        scores = {}
+    for group in _groups(made, named):
+        loaded = {name: load_model(named[name], base=made.base) for name in group}
+        scores |= {name: {} for name in group}
+        for task in made.tasks:
+            job = tasks.task(task, next(iter(loaded.values())))
+            for name, found in predict(loaded, job, **options).items():
+                scores[name][task] = score_predictions(job.scorer.metric, found, taught[task])
+        for name, model in loaded.items():
+            scores[name] |= _benchmarks(
+                model, named[name], made.base, benchmarks or {}, made.device,
+                batch_size=batch_size, limit=limit, allow_code=allow_code, seed=made.seed,
+            )  # fmt: skip
+        if folder is not None:
+            write_scores(scores.get(list(named)[-1], {}), folder / "scores.json", scores)
     return scores
 
 
-@dataclass
-class _Setting:
-    """What is the same for all models: tasks' rows and scorers, made once."""
+def _experts(
+    recipe: Recipe, tasks: RecipeTasks, options: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, dict[str, Score]]], dict[str, Predictions]]:
+    """The experts' scores, and what each of them decides on its task."""
+    taught: dict[str, Predictions] = {}
+    scores: dict[str, dict[str, Score]] = {}
+    for task, spec in recipe.tasks.items():
+        expert = load_model(spec.expert, base=recipe.base)
+        job = tasks.task(task, expert)
+        taught[task] = predict({f"expert '{task}'": expert}, job, **options)[f"expert '{task}'"]
+        scores[task] = score_predictions(job.scorer.metric, taught[task])
+    return {EXPERTS: scores}, taught
 
-    recipe: Recipe
-    split: str | None
-    classes: dict[str, tuple[Sequence[str], Sequence[str]]]
 
-    def __post_init__(self) -> None:
-        self._tasks: dict[str, EvalTask] = {}
-        self._processor: Processor | None = None
+def _benchmarks(
+    model: nn.Module, ref: str, base: str, tasks: Mapping[str, HarnessTask], device: str, **options: Any
+) -> dict[str, dict[str, Score]]:
+    """Scores of lm-eval tasks, with the tokenizer of the model, else of the base."""
+    if not tasks:
+        return {}
+    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        raise InputError(f"lm-eval scores causal language models; {ref} is a {type(model).__name__}")
+    reads = ModelInput.from_config(model.config)  # type: ignore[arg-type]
+    tokenizer = find_processor(reads, ref, base, {}, parts=("text",)).tokenizer
+    with Network(ref, model, [], pick_device(device)).open():
+        return run_harness(model, tokenizer, dict(tasks), **options)
 
-    def task(self, name: str, model: nn.Module) -> EvalTask:
-        """The task, as a model of this class is scored on it."""
-        if name not in self._tasks:
-            self._tasks[name] = self._make(name, model)
-        return self._tasks[name]
 
-    def _make(self, name: str, model: nn.Module) -> EvalTask:
-        spec = self.recipe.tasks[name].data
-        reads = ModelInput.from_config(model.config, getattr(model, "generation_config", None))  # type: ignore[arg-type]
-        chosen, unused = self._pick_split(name, spec, reads.kind)
-        table = open_table(chosen)
-        kind = "image" if reads.kind == "image-text" else reads.kind
-        columns = choose_columns(chosen, table, kind)
-        label = spec.label or next((column for column in LABELS if column in table.columns), None)
-        if label is not None and label in columns.values():
-            label = None
-        rows: Any = TableRows(table, {**columns, **({"label": label} if label else {})})
-        if unused is not None:
-            rows = Subset(rows, unused)
-        logger.info("%s: scoring %d rows of %s (%s)", name, len(rows), table.name, chosen.split)
-        return EvalTask(name, self._scorer(name, model, tuple(columns), label is not None), rows)
+def _named(recipe: Recipe, models: Mapping[str, str] | Sequence[str], folder: Path, own: bool) -> dict[str, str]:
+    """The models to score by name, in the order of the table."""
+    mine = {"base": recipe.base} | ({"merged": recipe.merged} if isinstance(recipe.merged, str) else {}) if own else {}
+    taken = (EXPERTS, *mine)
+    if isinstance(models, Mapping):
+        for name in models:
+            if name in taken:
+                raise InputError(f"models: '{name}' is a name of the recipe's own; take another")
+        more = dict(models)
+    else:
+        more = labelled(models, folder, taken)
+    if not mine and not more:
+        raise InputError("no model to evaluate: name one")
+    return {**mine, **more}
 
-    def _pick_split(self, name: str, spec: DataSpec, kind: str) -> tuple[DataSpec, list[int] | None]:
-        """The split to score, or the recipe's own with the rows that calibration leaves alone."""
-        wanted = (self.split,) if self.split is not None else tuple(s for s in SPLITS if s != spec.split)
-        problem: InputError | None = None
-        for split in wanted:
-            candidate = spec.model_copy(update={"split": split})
-            try:
-                open_table(candidate)
-            except InputError as error:
-                problem = problem or error
-                continue
-            return candidate, None
-        if self.split is not None and problem is not None:
-            raise problem
-        settings = self.recipe.calibration
-        read = load_samples(spec, self.recipe.seed, settings.samples, task=name, held_out=settings.held_out, kind=kind)
-        used = {*read.indices, *read.held_out_indices}
-        unused = [index for index in range(read.counts.available) if index not in used]
-        if not unused:
-            raise InputError(
-                f"task '{name}': calibration reads every row of {spec.source}; name a split to score (--split), "
-                "or give the task more rows than samples"
-            )
-        return spec, unused
 
-    def _processors(self, model: nn.Module, parts: Sequence[str]) -> Processor:
-        if self._processor is None:
-            reads = ModelInput.from_config(model.config, getattr(model, "generation_config", None))  # type: ignore[arg-type]
-            merged = self.recipe.merged if isinstance(self.recipe.merged, str) else None
-            experts = {task: spec.expert for task, spec in self.recipe.tasks.items()}
-            self._processor = find_processor(reads, merged, self.recipe.base, experts, parts=parts)
-        return self._processor
+def _check_names(recipe: Recipe, *by_task: Mapping[str, Any]) -> None:
+    """Refuse names that `scores.json` needs itself, options for no task, and benchmarks called like tasks."""
+    *options, benchmarks = by_task
+    for name in (*recipe.tasks, *benchmarks):
+        if name in ("average", "models"):
+            raise InputError(f"a task called '{name}' cannot be scored: scores.json has a field of that name")
+    for name in (name for option in options for name in option):
+        if name not in recipe.tasks:
+            known = ", ".join(recipe.tasks)
+            raise InputError(f"the recipe has no task '{name}'{nearest(name, recipe.tasks)}; it has: {known}")
+    for name in benchmarks:
+        if name in recipe.tasks:
+            raise InputError(f"'{name}' is a task of the recipe and a benchmark; rename the task")
 
-    def _scorer(self, name: str, model: nn.Module, parts: Sequence[str], labelled: bool) -> Scorer:
-        length = self.recipe.calibration.max_length
-        processor = self._processors(model, parts)
-        tokenizer = processor.tokenizer
-        label = ("label",) if labelled else ()
-        kind = type(model).__name__
-        if "image" in parts:
-            head: Head = self._clip_head(name) if kind.startswith("CLIP") and "For" not in kind else OwnHead()
-            return Classification(ImageReader(processor.image_processor), head, label)
-        if getattr(model.config, "is_encoder_decoder", False):
-            source = "input" if "input" in parts else "text"
-            answer = ("target",) if "target" in parts else ()
-            reader = TextReader(tokenizer, (source,), max_length=length)
-            return Generation(reader, tokenizer, label=answer, max_length=128, attention_mask=True)
-        if kind.endswith(("ForCausalLM", "LMHeadModel")):
-            return Likelihood(self._prompt_reader(parts, tokenizer, length))
-        if kind.endswith("ForSequenceClassification"):
-            return Classification(TextReader(tokenizer, (parts[0],), max_length=length), OwnHead(), label)
-        raise InputError(f"no score is known for a {kind}; see `featcal.evaluate` for scorers and heads of your own")
 
-    @staticmethod
-    def _prompt_reader(parts: Sequence[str], tokenizer: Any, length: int) -> PromptReader:
-        if "messages" in parts:
-            return PromptReader(tokenizer, messages="messages", max_length=length)
-        if "target" in parts:
-            return PromptReader(tokenizer, "{input}\n", "{target}", max_length=length)
-        return PromptReader(tokenizer, response=f"{{{parts[0]}}}", max_length=length)
+def _folder(output: str | Path) -> Path:
+    """The output folder, made before anything is scored."""
+    folder = Path(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output {folder}: no folder can be made there ({error.strerror})") from error
+    return folder
 
-    def _clip_head(self, name: str) -> Head:
-        from transformers import AutoTokenizer, CLIPModel
 
-        from ..hub import locate
-
-        if name not in self.classes and name not in known_classes():
-            raise InputError(
-                f"task '{name}': CLIP needs class names and templates; give them (--classes {name}=FILE), or call the "
-                f"task as one of: {', '.join(known_classes())}"
-            )
-        names, templates = self.classes.get(name) or class_names(name)
-        folder = locate(self.recipe.base)
-        base = load_model(self.recipe.base)
-        if not isinstance(base, CLIPModel):
-            raise InputError(
-                f"base {self.recipe.base} is a {type(base).__name__}: zero-shot heads need a whole CLIPModel"
-            )
-        return zero_shot_head(base, AutoTokenizer.from_pretrained(folder), names, templates)
+def _groups(recipe: Recipe, named: Mapping[str, str]) -> Iterator[list[str]]:
+    """Names of models that are scored side by side: as many as fit into a share of the free memory, in order."""
+    device = pick_device(recipe.device)
+    room = SHARE * min(available_memory(device), available_memory(torch.device("cpu")))
+    group: list[str] = []
+    size = 0
+    for name, ref in named.items():
+        own = checkpoint_bytes(ref, base=recipe.base, device=device)
+        if group and size + own > room:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += own
+    yield group

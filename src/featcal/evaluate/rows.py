@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
+from ..data.samples import read_row
 from ..data.tables import Table
 from ..errors import InputError, nearest
 
@@ -43,3 +44,35 @@ class TableRows(Sequence[Mapping[str, Any]]):
         names = self.columns or {column: column for column in self.table.columns}
         cells = self.table.read(index, tuple(dict.fromkeys(names.values())))
         return {name: cells[column] for name, column in names.items()}
+
+
+@dataclass(frozen=True)
+class SampleRows(Sequence[Mapping[str, Any]]):
+    """Chosen rows of a table, read as calibration reads them (templates, image paths, chats), each with its `label`."""
+
+    table: Table
+    columns: Mapping[str, str]
+    """Part → column or template."""
+    label: str | None
+    indices: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Mapping[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = self.read(self.indices[index])
+        assert row is not None
+        return row
+
+    def read(self, index: int) -> Mapping[str, Any] | None:
+        """A row of the table; None when a part that is read is empty."""
+        row = read_row(self.table, index, self.columns)
+        if row is None or self.label is None:
+            return row
+        return {**row, "label": self.table.read(index, (self.label,))[self.label]}

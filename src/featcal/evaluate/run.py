@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
+from ..data import check_vocab
 from ..errors import InputError
 from ..log import progress_bar
 from ..network import Network, pick_device
+from ..stream import MODEL_ERRORS
 from .outcomes import Score, agreement, score
 from .readers import Rows
-from .scorers import Adapter, Predictions, Scorer
+from .scorers import Adapter, Batch, Predictions, Scorer
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,39 @@ def predict(
             if id(model) not in seen:
                 seen[id(model)] = model
                 stack.enter_context(Network(task.name, model, [], pick_device(device)).open())
-        for batch in bar(loader):
-            for name, candidate in models.items():
-                adapter = candidate.adapters.get(task.name) if isinstance(candidate, Adapted) else None
-                results[name].extend(task.scorer.predict(_module(candidate), batch, adapter))
+        with _place(f"task '{task.name}'"):
+            for batch in bar(loader):
+                for name, candidate in models.items():
+                    adapter = candidate.adapters.get(task.name) if isinstance(candidate, Adapted) else None
+                    with _place(name, MODEL_ERRORS):
+                        check_tokens(batch, _module(candidate), name)
+                        results[name].extend(task.scorer.predict(_module(candidate), batch, adapter))
     return results
+
+
+@contextmanager
+def _place(name: str, refusals: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Says where in the work an error came up; `refusals` are a model's own."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except refusals as error:
+        raise InputError(f"{name}: the model cannot be scored on these rows: {error}") from error
+
+
+def check_tokens(batch: Batch, model: nn.Module, name: str) -> None:
+    """Refuse token ids that the model's embedding table does not hold.
+
+    Raises:
+        InputError: with the largest id and the size of the table.
+    """
+    find: Any = getattr(model, "get_input_embeddings", None)
+    table = find() if find is not None and "input_ids" in batch.inputs else None
+    if isinstance(table, nn.Embedding):
+        check_vocab([batch.inputs], table.num_embeddings, name)
 
 
 def evaluate(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from ..blocks import call_model
 from ..errors import InputError
@@ -72,16 +72,17 @@ class Scorer(Protocol):
 class Classification:
     """Top-1 accuracy of a head's scores. `label` names the columns that may hold it, best first; () when there is none.
 
-    Labels may be integers or booleans (PatchCamelyon); they must lie in 0 … classes − 1.
+    Labels may be integers or booleans (PatchCamelyon), in 0 … classes − 1, or the classes' `names`.
     """
 
     reader: Callable[[Rows], dict[str, Tensor]]
     head: Head = field(default_factory=OwnHead)
     label: tuple[str, ...] = ("label", "fine_label")
     metric: Literal["accuracy"] = "accuracy"
+    names: Mapping[str, int] = field(default_factory=dict)
 
     def collate(self, rows: Rows) -> Batch:
-        labels = [int(pick(row, self.label)) for row in rows] if self.label else None
+        labels = [class_number(pick(row, self.label), self.names) for row in rows] if self.label else None
         return Batch(self.reader(rows), labels, len(rows))
 
     def predict(self, model: nn.Module, batch: Batch, adapter: Adapter | None = None) -> Predictions:
@@ -91,6 +92,7 @@ class Classification:
         else:
             features = self.head.features(model, batch.inputs)
             scores = self.head.scores(features if adapter is None else adapter(features))
+        refuse_nan(scores)
         choices = scores.float().argmax(-1).tolist()
         if batch.labels is None:
             return Predictions(choices)
@@ -100,6 +102,40 @@ class Classification:
             raise InputError(f"label {wrong[0]} is out of range: the head has classes 0 to {classes - 1}")
         hits = [[float(a == b)] for a, b in zip(choices, batch.labels, strict=True)]
         return Predictions(choices, np.array(hits))
+
+
+def class_number(label: Any, names: Mapping[str, int] | None = None) -> int:
+    """A label as a number: 2, True, "2", 2.0, or one of the classes' names.
+
+    Raises:
+        InputError: anything else.
+    """
+    if isinstance(label, str) and names and label in names:
+        return names[label]
+    try:
+        value = float(label)
+    except (TypeError, ValueError):
+        value = float("nan")
+    if not value.is_integer():
+        known = f" of: {', '.join(list(names)[:5])}{', …' if len(names) > 5 else ''}" if names else ""
+        raise InputError(f"label {label!r} is neither a class number (0, 1, …) nor a class name{known}")
+    return int(value)
+
+
+def refuse_nan(scores: Tensor) -> None:
+    """Scores that are not numbers decide nothing, though argmax would find something.
+
+    Raises:
+        InputError: there is one.
+    """
+    if scores.isnan().any():
+        raise InputError("its outputs are NaN; are its weights finite?")
+
+
+class _RefuseNaN(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        refuse_nan(scores)
+        return scores
 
 
 @dataclass(frozen=True)
@@ -128,11 +164,14 @@ class Generation:
         """The right answer of a row as the tokenizer spells it."""
         value = pick(row, self.label)
         if self.metric == "spearman":
-            return f"{float(value):.1f}"
+            try:
+                return f"{float(value):.1f}"
+            except (TypeError, ValueError):
+                raise InputError(f"label {value!r} is not a number, which Spearman's ρ needs") from None
         if self.words is None:
             text = str(value)
-        elif 0 <= int(value) < len(self.words):
-            text = self.words[int(value)]
+        elif 0 <= class_number(value) < len(self.words):
+            text = self.words[class_number(value)]
         else:
             raise InputError(f"label {value} has no answer word: there are {len(self.words)}")
         ids = self.tokenizer(text)["input_ids"]
@@ -153,7 +192,9 @@ class Generation:
             **{k: getattr(own, k, None) for k in special},
         )
         output: Tensor = model.generate(  # type: ignore[operator]
-            **{k: inputs[k].to(device) for k in given}, generation_config=config
+            **{k: inputs[k].to(device) for k in given},
+            generation_config=config,
+            logits_processor=LogitsProcessorList([_RefuseNaN()]),
         )
         return output
 
@@ -194,6 +235,7 @@ class Likelihood:
         device = next(p.device for p in model.parameters())
         with adapted(model, adapter):
             logits_BTV = call_model(model, inputs, device).logits[:, :-1]
+        refuse_nan(logits_BTV)
         target_BT = batch.inputs["input_ids"][:, 1:].to(device)
         counted_BT = batch.inputs["counted"][:, 1:].bool()
         loss_BT = cross_entropy(logits_BTV.float().flatten(0, 1), target_BT.flatten(), reduction="none")

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
+from ..writer import atomic_write
 from .outcomes import Score, average, is_percent
 
 Scores = Mapping[str, Mapping[str, Score]]
@@ -25,17 +27,20 @@ def scores_to_dict(scores: Scores) -> dict[str, Any]:
     """Plain data: {task: {metric, value, n, low, high}} and `average`; further metrics under `also`."""
     plain: dict[str, Any] = {}
     for task, own in scores.items():
-        main, *others = [one.as_dict() for one in own.values()]
-        plain[task] = main | ({"also": others} if others else {})
+        if own:
+            main, *others = [one.as_dict() for one in own.values()]
+            plain[task] = main | ({"also": others} if others else {})
     return {**plain, "average": average(main_scores(scores))}
 
 
-def write_scores(scores: Scores, path: str | os.PathLike[str]) -> Path:
-    """Write one model's `scores.json`; replaced as a whole, never half-written."""
+def write_scores(scores: Scores, path: str | os.PathLike[str], models: Mapping[str, Scores] | None = None) -> Path:
+    """Write `scores.json`, as a whole: one model's scores and, under `models`, those of all in the comparison."""
     file = Path(path)
-    temporary = file.with_name(f".{file.name}.part")
-    temporary.write_text(json.dumps(scores_to_dict(scores), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, file)
+    plain = scores_to_dict(scores)
+    if models:
+        plain["models"] = {name: scores_to_dict(own) for name, own in models.items()}
+    with atomic_write(file) as stream:
+        stream.write((json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
     return file
 
 
@@ -53,13 +58,13 @@ def score_table(models: Mapping[str, Scores], title: str = "") -> Table:
     columns: dict[tuple[str, str], None] = {}
     for scores in models.values():
         columns |= {(task, metric): None for task, own in scores.items() for metric in own}
-    table = Table(title=title or None)
+    table = Table(title=escape(title) or None)
     table.add_column("model")
     for task, metric in columns:
-        table.add_column(f"{task}\n{metric}{' %' if is_percent(metric) else ''}", justify="right")
+        table.add_column(f"{escape(task)}\n{escape(metric)}{' %' if is_percent(metric) else ''}", justify="right")
     table.add_column("average", justify="right")
     for name, scores in models.items():
         mean = average(main_scores(scores))
         cells = [show(scores.get(task, {}).get(metric)) for task, metric in columns]
-        table.add_row(name, *cells, "–" if mean is None else f"{mean:.1f}")
+        table.add_row(escape(name), *cells, "–" if mean is None else f"{mean:.1f}")
     return table

@@ -169,15 +169,20 @@ def read_report(folder: str | Path) -> Report:
 
 
 def parse_scores(raw: Any, where: Path | str = "scores") -> dict[str, dict[str, Score]]:
-    """Scores by label and task, from `{task: score, "average": …}` (the calibrated model's) or `{label: {task: …}}`.
+    """Scores by label and task.
+
+    From `{task: score, "average": …}`, the calibrated model's, which may hold those it is compared with under
+    `models`, as `featcal evaluate` writes them; or from `{label: {task: score, …}}`.
 
     Raises:
         InputError: neither of the two.
     """
     if not isinstance(raw, Mapping):
         raise InputError(f"{where}: expected {{task: {{metric, value, n}}}}")
-    flat = all("value" in entry for entry in raw.values() if isinstance(entry, Mapping))
-    labelled = {"calibrated": raw} if flat else raw
+    own = {task: entry for task, entry in raw.items() if isinstance(entry, Mapping) and task != "models"}
+    flat = all("value" in entry for entry in own.values())
+    compared = raw.get("models", {}) if flat else {}
+    labelled = {**compared, "calibrated": own} if flat else raw
     made: dict[str, dict[str, Score]] = {}
     for label, tasks in labelled.items():
         if isinstance(tasks, Mapping):
