@@ -10,6 +10,10 @@ class InputError(ValueError):
     """What the user gave is wrong: one sentence with what, where and what to do (exit status 2)."""
 
 
+class MissingSplit(InputError):
+    """The source is there, but not the split that was asked for."""
+
+
 class RunError(RuntimeError):
     """The input was fine but the job could not finish, e.g. a full disk or a dead rank (exit status 1)."""
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import InputError, nearest
+from ..errors import InputError, MissingSplit, nearest
 from ..recipe import DataSpec
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def open_table(spec: DataSpec) -> Table:
 
 def _open_file(path: Path, spec: DataSpec) -> Table:
     if spec.split != "train":
-        raise InputError(f"{path} is one file and has no split '{spec.split}'; name the file of that split instead")
+        raise MissingSplit(f"{path} is one file and has no split '{spec.split}'; name the file of that split instead")
     kind = (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
     openers: dict[str, Callable[[Path], Table]] = {
         ".jsonl": _json_table,
@@ -342,7 +342,7 @@ def _image_table(folder: Path, images: list[str], spec: DataSpec) -> Table:
         folder = folder / spec.split
         images = [image.split("/", 1)[1] for image in images if image.split("/")[0] == spec.split]
     elif spec.split != "train" or (tops and tops <= _SPLITS):
-        raise InputError(f"{folder} has no sub-folder '{spec.split}'; its sub-folders: {_some(sorted(tops))}")
+        raise MissingSplit(f"{folder} has no sub-folder '{spec.split}'; its sub-folders: {_some(sorted(tops))}")
 
     def read(index: int, columns: Sequence[str]) -> dict[str, Any]:
         path = images[index]
@@ -362,10 +362,10 @@ def _open_saved(path: Path, spec: DataSpec) -> Table:
     if isinstance(data, DatasetDict):
         if spec.split not in data:
             known = ", ".join(data)
-            raise InputError(f"{path} has no split '{spec.split}'{nearest(spec.split, data)}; it has: {known}")
+            raise MissingSplit(f"{path} has no split '{spec.split}'{nearest(spec.split, data)}; it has: {known}")
         data = data[spec.split]
     elif spec.split != "train" and str(data.split) != spec.split:
-        raise InputError(f"{path} is one split ({data.split or 'without a name'}), not '{spec.split}'")
+        raise MissingSplit(f"{path} is one split ({data.split or 'without a name'}), not '{spec.split}'")
     return _dataset_table(data, str(path))
 
 
@@ -415,6 +415,8 @@ def _load(spec: DataSpec, source: str) -> Dataset:
     try:
         data = load_dataset(source, spec.config, split=spec.split, revision=spec.revision)
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, ValueError) and "split" in _first_line(error).lower():
+            raise MissingSplit(f"dataset '{source}' has no split '{spec.split}': {_first_line(error)}") from error
         problem = _load_problem(spec, source, error)
         if problem is None:
             raise
@@ -446,8 +448,6 @@ def _load_problem(spec: DataSpec, source: str, error: Exception) -> str | None:
     if isinstance(error, ConnectionError) or "offline mode" in text.lower():
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
         return f"{name} is neither a path here nor in the local cache, and {why}: give a file, or fetch it first"
-    if isinstance(error, ValueError) and "split" in text.lower():
-        return f"{name} has no split '{spec.split}': {text}"
     if isinstance(error, ValueError) and "config" in text.lower():
         return f"{name}: name one of its configurations with `config:`: {text}"
     if isinstance(error, RuntimeError):

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..data import ModelInput, Processor, Table, find_processor, load_samples, open_table
 from ..data.samples import choose_columns
-from ..errors import InputError
+from ..errors import InputError, MissingSplit
 from ..hub import locate
 from ..recipe import DataSpec, Recipe
 from .checkpoints import load_model
@@ -86,20 +86,22 @@ class RecipeTasks:
         """Splits that could be scored, best first, with their rows; last the recipe's own, less what calibration reads.
 
         Raises:
-            InputError: the wanted split is not there, or calibration reads every row.
+            InputError: a source that cannot be read, no such split, or calibration reads every row.
         """
         others = 0
-        for split in (self.split,) if self.split is not None else tuple(s for s in SPLITS if s != spec.split):
+        for split in (self.split,) if self.split is not None else SPLITS:
+            if split == spec.split:
+                continue
             candidate = spec.model_copy(update={"split": split})
             try:
                 table = open_table(candidate)
-            except InputError:
+            except MissingSplit:
                 if self.split is not None:
                     raise
                 continue
             others += 1
             yield candidate, table, range(table.size)
-        if self.split is not None:
+        if self.split not in (None, spec.split):
             return
         settings = self.recipe.calibration
         read = load_samples(spec, self.recipe.seed, settings.samples, task=name, held_out=settings.held_out, kind=kind)
