@@ -59,7 +59,7 @@ def test_every_merger_alone_and_with_featcal(pico_demo: Path) -> None:
         assert row.samples == (0 if free else 8)
     surgery, prob = found.find("task_arithmetic", "Surgery"), found.find("task_arithmetic", "ProbSurgery")
     assert surgery is not None and surgery.parameters == 5 * 2 * 16 * 16
-    assert prob is not None and prob.parameters == 5 * 3 * 128 * 16
+    assert prob is not None and prob.parameters == 5 * 2 * 128 * 16
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(f" {name} " in printed for name in NAMES.values())
     text = (pico_demo / "comparison.md").read_text()
@@ -72,7 +72,7 @@ def test_every_merger_alone_and_with_featcal(pico_demo: Path) -> None:
         assert {task: row.accuracy(task) for task in row.correct} == pytest.approx(result.rows[label].accuracies)
 
 
-def test_finished_rows_are_kept_unless_options_change(pico_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_rows_are_kept_and_other_options_refused(pico_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = Budget(mergers=("average", "ties"))
     merged: list[str] = []
     real = featcal.demo.compare.merge_modules
@@ -92,8 +92,9 @@ def test_finished_rows_are_kept_unless_options_change(pico_demo: Path, monkeypat
     whole = compare(pico_demo, OPTIONS, budget, console=quiet)
     assert merged == ["average", "ties", "ties"] and len(whole.rows) == 6
     assert compare(pico_demo, OPTIONS, budget, console=quiet) == whole and len(merged) == 3
-    compare(pico_demo, Options(**{**vars(OPTIONS), "samples": 7}), budget, console=quiet)
-    assert merged[3:] == ["average", "ties"]
+    with pytest.raises(InputError, match=r"comparison.json is of other options .*give another folder"):
+        compare(pico_demo, Options(**{**vars(OPTIONS), "samples": 7}), budget, console=quiet)
+    assert json.loads((pico_demo / "comparison.json").read_text()) == json.loads(json.dumps(whole.as_dict()))
 
 
 def test_gains_are_of_the_same_upstream() -> None:

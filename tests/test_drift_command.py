@@ -13,9 +13,8 @@ from rich.console import Console
 import folders
 from featcal import InputError, drift
 from featcal.drift.command import drift as measure_recipe
-from featcal.recipe import labelled
 from featcal.plan import prepare
-from featcal.recipe import load_recipe
+from featcal.recipe import labelled, load_recipe
 from featcal.report import drift_table
 from featcal.run import run
 from pico import family_setup

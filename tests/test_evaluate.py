@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from PIL import Image
-from safetensors.torch import save_file
+from rich.console import Console
+from safetensors.torch import load_file, save_file
 from sklearn.metrics import accuracy_score
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import CLIPImageProcessor, PreTrainedTokenizerFast
 
+import featcal.evaluate.recipe
 from featcal.blocks import inference
 from featcal.data.tables import open_table
 from featcal.errors import InputError
@@ -45,7 +49,8 @@ from featcal.evaluate import (
     zero_shot_head,
 )
 from featcal.evaluate.harness import HarnessTask, is_installed
-from featcal.recipe import DataSpec
+from featcal.evaluate.tasks import RecipeTasks
+from featcal.recipe import DataSpec, load_recipe
 from featcal.report import parse_scores
 from pico import PAD, family_setup, make, perturbed
 
@@ -475,6 +480,238 @@ def test_a_recipe_is_scored_on_rows_that_calibration_does_not_read(tmp_path: Any
     assert set(only) == {"merged"} and only["merged"]["task1"]["accuracy"].n == 5
 
 
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: Any) -> Any:
+    """A recipe with 50 rows per task; tests read it and write beside it."""
+    folder = tmp_path_factory.mktemp("job")
+    save_text_recipe(folder, 50)
+    return folder
+
+
+def changed(source: Any, target: Any, change: Any) -> Any:
+    """A copy of a checkpoint whose tensors went through `change`."""
+    shutil.copytree(source, target)
+    save_file(change(load_file(source / "model.safetensors")), target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def test_models_are_scored_in_one_pass_and_as_alone(job: Any, monkeypatch: pytest.MonkeyPatch):
+    passes: list[list[str]] = []
+    real = featcal.evaluate.recipe.predict
+
+    def spy(models_: Any, *args: Any, **options: Any) -> Any:
+        passes.append(list(models_))
+        return real(models_, *args, **options)
+
+    monkeypatch.setattr("featcal.evaluate.recipe.predict", spy)
+    models_ = [str(job / "merged"), f"first={job / 'task0'}"]
+    together = evaluate_recipe(job / "recipe.yaml", [models_[1]], progress=False)
+    assert passes[2:] == [["base", "merged", "first"]] * 2
+    alone = evaluate_recipe(job / "recipe.yaml", models_, own=False, progress=False)
+    assert alone == {"merged": together["merged"], "first": together["first"]}
+    monkeypatch.setattr("featcal.evaluate.recipe.SHARE", 0.0)
+    passes.clear()
+    assert evaluate_recipe(job / "recipe.yaml", [models_[1]], progress=False) == together
+    assert passes[2:] == [["base"]] * 2 + [["merged"]] * 2 + [["first"]] * 2, "one after another without the memory"
+
+
+def test_names_of_models_do_not_collide(job: Any):
+    with pytest.raises(InputError, match="there is another model called 'merged'; write LABEL="):
+        evaluate_recipe(job / "recipe.yaml", [str(job / "merged")], progress=False)
+    for taken in ("experts", "base"):
+        with pytest.raises(InputError, match=f"another model called '{taken}'"):
+            evaluate_recipe(job / "recipe.yaml", [f"{taken}={job / 'merged'}"], progress=False)
+    with pytest.raises(InputError, match="expected DIR, or LABEL=DIR"):
+        evaluate_recipe(job / "recipe.yaml", ["."], progress=False)
+
+
+def test_weights_that_are_missing_or_not_finite_are_refused(job: Any, tmp_path: Any):
+    def scored(folder: Any) -> Any:
+        return evaluate_recipe(job / "recipe.yaml", [str(folder)], own=False, progress=False)
+
+    headless = changed(
+        job / "merged", tmp_path / "headless", lambda t: {k: v for k, v in t.items() if "classif" not in k}
+    )
+    with pytest.raises(InputError, match=r"headless: its files lack 'classifier.bias' and 1 more of a Bert\w+"):
+        scored(headless)
+    renamed = changed(job / "merged", tmp_path / "renamed", lambda t: {f"x.{k}": v for k, v in t.items()})
+    with pytest.raises(InputError, match=r"its files lack 'bert.embeddings"):
+        scored(renamed)
+    nan = changed(job / "merged", tmp_path / "nan", lambda t: t | {"classifier.bias": torch.full((2,), torch.nan)})
+    with pytest.raises(InputError, match="task 'task0': nan: its outputs are NaN"):
+        scored(nan)
+    other = changed(job / "merged", tmp_path / "other", lambda t: t | {"classifier.bias": torch.zeros(3)})
+    with pytest.raises(InputError, match="other cannot be loaded: "):
+        scored(other)
+    (other / "model.safetensors").write_bytes(b"not one")
+    with pytest.raises(InputError, match="other cannot be loaded: "):
+        scored(other)
+    (other / "config.json").write_text("{}")
+    with pytest.raises(InputError, match="other cannot be loaded: "):
+        scored(other)
+    (other / "config.json").unlink()
+    with pytest.raises(InputError, match=r"is no checkpoint: it has no config.json"):
+        scored(other)
+
+
+def label_recipe(job: Any, folder: Any, rows: list[dict[str, Any]], **data: str) -> Any:
+    """The first task alone, on these rows."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = json.dumps({"source": str(folder / "rows.jsonl"), "text": "text"} | data)
+    file = folder / "recipe.yaml"
+    file.write_text(
+        f"base: {job / 'base'}\nmerged: {job / 'merged'}\n"
+        f"tasks:\n  t: {{expert: {job / 'task0'}, data: {spec}}}\ncalibration: {{samples: 4}}\ndevice: cpu\n"
+    )
+    return file
+
+
+def texts(count: int, label: Any) -> list[dict[str, Any]]:
+    return [{"text": f"{WORDS[i % 20]} {WORDS[i // 20]}", "label": label(i)} for i in range(count)]
+
+
+def test_labels_are_numbers_or_class_names(job: Any, tmp_path: Any):
+    def accuracy(label: Any) -> Any:
+        file = label_recipe(job, tmp_path, texts(60, label))
+        return evaluate_recipe(file, progress=False)["merged"]["t"]["accuracy"]
+
+    expected = accuracy(lambda i: i % 2)
+    assert expected.n == 60 - 4 - 32
+    for spelt in (lambda i: bool(i % 2), lambda i: str(i % 2), lambda i: float(i % 2), lambda i: f"LABEL_{i % 2}"):
+        assert accuracy(spelt) == expected
+    with pytest.raises(InputError, match=r"task 't': label 0.7 is neither a class number"):
+        accuracy(lambda i: 0.7)
+    with pytest.raises(InputError, match=r"label 'pos' is neither .* nor a class name of: LABEL_0, LABEL_1"):
+        accuracy(lambda i: "pos")
+    with pytest.raises(InputError, match=r"label \[1\] is neither"):
+        accuracy(lambda i: [1])
+
+
+def test_hidden_labels_and_empty_cells(job: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture):
+    rows = texts(60, lambda i: -1)
+    got = evaluate_recipe(label_recipe(job, tmp_path, rows), progress=False)
+    assert set(got["merged"]["t"]) == {"agreement"} and got["experts"]["t"] == {}
+    out = tmp_path / "out"
+    evaluate_recipe(label_recipe(job, tmp_path, rows), output=out, progress=False)
+    assert json.loads((out / "scores.json").read_text())["models"]["experts"] == {"average": None}
+    splits = {"train": Dataset.from_list(texts(60, lambda i: i % 2)), "test": Dataset.from_list(rows),
+              "validation": Dataset.from_list(texts(9, lambda i: 1))}  # fmt: skip
+    DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    file = label_recipe(job, tmp_path, rows, source=str(tmp_path / "saved"))
+    assert evaluate_recipe(file, progress=False)["merged"]["t"]["accuracy"].n == 9, "not the test split"
+    assert "the labels of split 'test' are hidden" in caplog.text
+    assert evaluate_recipe(file, split="train", progress=False)["merged"]["t"]["accuracy"].n == 60 - 4 - 32
+    gaps = [{"text": None if i % 3 == 0 else row["text"], "label": 0} for i, row in enumerate(texts(60, lambda i: 0))]
+    assert (
+        evaluate_recipe(label_recipe(job, tmp_path, gaps), progress=False)["merged"]["t"]["accuracy"].n == 40 - 4 - 32
+    )
+    assert "rows skipped, a part of them is empty" in caplog.text
+
+
+def test_templates_are_read_as_calibration_reads_them(job: Any, tmp_path: Any):
+    plain = [{"text": f"the {row['text']}", "label": row["label"]} for row in texts(60, lambda i: i % 2)]
+    bare = evaluate_recipe(label_recipe(job, tmp_path, plain), progress=False)
+    rows = texts(60, lambda i: i % 2)
+    templated = evaluate_recipe(label_recipe(job, tmp_path, rows, text="the {text}"), progress=False)
+    assert templated["merged"]["t"]["accuracy"].n == bare["merged"]["t"]["accuracy"].n
+    job_ = RecipeTasks(load_recipe(label_recipe(job, tmp_path, rows, text="the {text}")))
+    scored = job_.task("t", make("bert")).rows
+    assert scored[0] == {"text": f"the {rows[scored.indices[0]]['text']}", "label": scored.indices[0] % 2}
+
+
+def test_image_paths_and_folders(tmp_path: Any):
+    setup = family_setup("vit")
+    for name, model in {"base": setup.base, "merged": setup.merged, "e": setup.experts["task0"]}.items():
+        model.save_pretrained(tmp_path / name)  # type: ignore[operator]
+        processor().save_pretrained(tmp_path / name)
+    for i, picture in enumerate(pictures(50)):
+        picture.save(tmp_path / f"{i}.png")
+    lines = [json.dumps({"image": f"{i}.png", "label": i % 2}) for i in range(50)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    file = tmp_path / "recipe.yaml"
+    file.write_text("base: ./base\nmerged: ./merged\ntasks: {t: {expert: ./e, data: {source: ./rows.jsonl}}}\n"
+                    "calibration: {samples: 4}\ndevice: cpu\n")  # fmt: skip
+    got = evaluate_recipe(file, progress=False)["merged"]["t"]["accuracy"]
+    tasks = RecipeTasks(load_recipe(file)).task("t", setup.merged)
+    rows = [tasks.rows.indices[i] for i in range(len(tasks.rows))]
+    with inference(setup.merged):
+        guesses = setup.merged(**ImageReader(processor())([{"image": pictures(50)[i]} for i in rows])).logits.argmax(-1)
+    truth = torch.tensor([i % 2 for i in rows])
+    assert got.value == pytest.approx(100 * float((guesses == truth).double().mean()))
+    (tmp_path / f"{rows[0]}.png").write_bytes(b"no picture")
+    with pytest.raises(InputError, match=rf"task 't': .*{rows[0]}.png: not a readable image"):
+        evaluate_recipe(file, progress=False)
+
+
+def test_averages_intervals_and_overflow():
+    share = {"a": Score("accuracy", 40.0, 9, 0, 0), "b": Score("agreement", 4.0, 9, 0, 0)}
+    assert average(share) is None, "being right and agreeing are two things"
+    assert average({"a": share["b"], "b": share["b"]}) == 4.0
+    sure = score("accuracy", np.ones((10, 1)))
+    assert (sure.value, sure.high) == (100.0, 100.0) and sure.low == pytest.approx(100 * 10 / (10 + 1.96**2))
+    never = score("exact_match", np.zeros((10, 1)))
+    assert (never.value, never.low) == (0.0, 0.0) and never.high == pytest.approx(100 - sure.low)
+    huge = score("perplexity", np.array([[9000.0, 2.0], [0.0, 0.0]]), resamples=10)
+    assert np.isfinite(huge.value) and huge.n == 1, "rows without a counted token say nothing"
+    with pytest.raises(InputError, match="perplexity: nothing to count in any of 2 rows"):
+        score("perplexity", np.zeros((2, 2)))
+
+
+def test_names_of_tasks_and_options_are_checked(job: Any, tmp_path: Any):
+    file = job / "recipe.yaml"
+    with pytest.raises(InputError, match="the recipe has no task 'taks0'; did you mean 'task0'"):
+        evaluate_recipe(file, metrics={"taks0": "spearman"}, progress=False)
+    with pytest.raises(InputError, match="--metric is for text-to-text models"):
+        evaluate_recipe(file, metrics={"task0": "spearman"}, progress=False)
+    with pytest.raises(InputError, match="'task0' is a task of the recipe and a benchmark"):
+        evaluate_recipe(file, benchmarks={"task0": HarnessTask("task0")}, progress=False)
+    with pytest.raises(InputError, match="lm-eval scores causal language models"):
+        evaluate_recipe(file, benchmarks={"gsm8k": HarnessTask("gsm8k")}, progress=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="no folder can be made there"):
+        evaluate_recipe(file, output=tmp_path / "file", progress=False)
+    other = label_recipe(job, tmp_path, texts(60, lambda i: 0))
+    other.write_text(other.read_text().replace("  t: ", "  average: "))
+    with pytest.raises(InputError, match="a task called 'average' cannot be scored"):
+        evaluate_recipe(other, progress=False)
+
+
+def test_spearman_of_a_text_to_text_recipe(tmp_path: Any):
+    setup = family_setup("t5")
+    for name, model in {"base": setup.base, "merged": setup.merged, "e": setup.experts["task0"]}.items():
+        model.save_pretrained(tmp_path / name)  # type: ignore[operator]
+        tokenizer().save_pretrained(tmp_path / name)
+    lines = [json.dumps({"input": f"{WORDS[i]} {WORDS[i + 1]}", "target": f"{i % 5}.0"}) for i in range(20)] * 3
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    file = tmp_path / "recipe.yaml"
+    file.write_text("base: ./base\nmerged: ./merged\ntasks: {t: {expert: ./e, data: {source: ./rows.jsonl}}}\n"
+                    "calibration: {samples: 4, max_length: 8}\ndevice: cpu\n")  # fmt: skip
+    assert set(evaluate_recipe(file, limit=3, progress=False)["merged"]["t"]) == {"exact_match", "agreement"}
+    got = evaluate_recipe(file, limit=3, metrics={"t": "spearman"}, progress=False)["merged"]["t"]
+    assert set(got) == {"spearman", "agreement"}
+    lines[:] = [line.replace('.0"', 'x"') for line in lines]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    with pytest.raises(InputError, match=r"label '\dx' is not a number"):
+        evaluate_recipe(file, metrics={"t": "spearman"}, progress=False)
+
+
+def test_tokens_that_a_model_lacks_are_named(job: Any, tmp_path: Any):
+    small = job.parent / "small"
+    model = make("bert")
+    model.resize_token_embeddings(5)  # type: ignore[operator]
+    model.save_pretrained(small)  # type: ignore[operator]
+    with pytest.raises(InputError, match=r"the samples hold token id .*, but small knows only 5 tokens"):
+        evaluate_recipe(job / "recipe.yaml", [str(small)], own=False, progress=False)
+
+
+def test_names_may_hold_markup():
+    scores = {"[/red]": {"accuracy": Score("accuracy", 50.0, 4, 40.0, 60.0)}}
+    console = Console(record=True, width=80)
+    console.print(score_table({"[b]x[/b]": scores}, "[/i]"))
+    shown = console.export_text()
+    assert "[b]x[/b]" in shown and "[/red]" in shown and "[/i]" in shown
+
+
 def test_a_recipe_without_spare_rows_says_so(tmp_path: Any):
     file = save_text_recipe(tmp_path, 8)
     with pytest.raises(InputError, match="reads every row"):
@@ -485,7 +722,7 @@ def test_the_command_prints_and_saves_scores(tmp_path: Any):
     import typer
     from typer.testing import CliRunner
 
-    from featcal.evaluate.command import evaluate_command, read_classes
+    from featcal.evaluate.command import evaluate_command, read_benchmark, read_classes, read_metric
 
     file = save_text_recipe(tmp_path, 50)
     app = typer.Typer()
@@ -499,3 +736,15 @@ def test_the_command_prints_and_saves_scores(tmp_path: Any):
     assert read_classes(f"pets={tmp_path / 'names.txt'}") == ("pets", (["cat", "dog"], ["the {}!"]))
     with pytest.raises(InputError, match="expected TASK=FILE"):
         read_classes("pets")
+    (tmp_path / "names.txt").write_text("cat\nthe {x}!\n")
+    with pytest.raises(InputError, match=r"template 'the \{x\}!' needs one \{\} and no other brace"):
+        read_classes(f"pets={tmp_path / 'names.txt'}")
+    (tmp_path / "names.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match="is not UTF-8 text"):
+        read_classes(f"pets={tmp_path / 'names.txt'}")
+    assert read_metric("a=spearman") == ("a", "spearman")
+    with pytest.raises(InputError, match="did you mean 'spearman'"):
+        read_metric("a=spearmann")
+    assert read_benchmark("gsm8k:exact_match,strict-match", 5) == (
+        "gsm8k", HarnessTask("gsm8k", "exact_match,strict-match", 5))  # fmt: skip
+    assert read_benchmark("arc_easy", None) == ("arc_easy", HarnessTask("arc_easy"))

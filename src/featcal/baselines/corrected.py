@@ -45,7 +45,7 @@ class Corrected:
     @property
     def parameters(self) -> int:
         """Extra parameters at inference, of all tasks together."""
-        return sum(p.numel() for adapter in self.adapters.values() for p in adapter.parameters())
+        return sum(adapter.used for adapter in self.adapters.values())
 
     def candidate(self, task: str) -> Adapted:
         """What `featcal.evaluate` scores on a task. It shares the merged model's weights.

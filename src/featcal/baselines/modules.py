@@ -31,6 +31,11 @@ class Correction(nn.Module):
         """What training minimises: mean |ẑ − z^E| over all entries."""
         return (self(z_RD) - expert_RD).abs().mean()
 
+    @property
+    def used(self) -> int:
+        """Parameters that inference needs."""
+        return sum(p.numel() for p in self.parameters())
+
 
 class Surgery(Correction):
     """Representation Surgery (Yang et al. 2024, arXiv 2402.02705): S(z) = U ReLU(V z), no biases.
@@ -81,6 +86,10 @@ class ProbSurgery(Correction):
         sample_RD = mean_RD + (log_variance_RD / 2).exp() * noise_RD
         kl_R = -0.5 * (1 + log_variance_RD - mean_RD.square() - log_variance_RD.exp()).sum(1)
         return (z_RD - sample_RD - expert_RD).abs().mean() + self.kappa * kl_R.mean()
+
+    @property
+    def used(self) -> int:
+        return super().used - self.log_variance_DH.numel()
 
 
 class DeepSurgery(Correction):

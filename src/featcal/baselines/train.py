@@ -59,8 +59,8 @@ class Trained:
 
     @property
     def parameters(self) -> int:
-        """Extra parameters of all tasks together."""
-        return sum(p.numel() for adapter in self.adapters.values() for p in adapter.parameters())
+        """Extra parameters at inference, of all tasks together."""
+        return sum(adapter.used for adapter in self.adapters.values())
 
 
 def train_surgery(

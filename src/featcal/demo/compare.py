@@ -24,9 +24,11 @@ from torch import Tensor, nn
 from ..api import calibrate
 from ..baselines import Training, train_surgery
 from ..bench import first_samples
+from ..errors import InputError
 from ..log import progress_bar
 from ..merging import get_merger, merge_modules
 from ..suites.meter import Meter, tree_rss
+from ..version import __version__
 from ..writer import atomic_write
 from .comparison import NAMES, Comparison, Entry
 from .folder import check_output, save_texts
@@ -71,7 +73,7 @@ def compare(
     file = output / "comparison.json"
     facts = {
         "options": asdict(options), "budget": asdict(budget), "featcal": ON_TOP, "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "torch": torch.__version__, "version": __version__,
     }  # fmt: skip
     bench = _Bench(suite, options, budget, Comparison(json.loads(json.dumps(facts)), _finished(file, facts)))
     for _ in bench.rows():
@@ -83,12 +85,18 @@ def compare(
 
 
 def _finished(file: Path, facts: Mapping[str, Any]) -> list[Entry]:
-    """Rows of an earlier call with the same options."""
+    """Rows of an earlier call.
+
+    Raises:
+        InputError: it had other options; its rows took too long to be thrown away unasked.
+    """
     if not file.is_file():
         return []
     known = json.loads(file.read_text(encoding="utf-8"))
-    same = known["facts"] == json.loads(json.dumps(facts))
-    return [Entry(**row) for row in known["rows"]] if same else []
+    for key, mine in json.loads(json.dumps(facts)).items():
+        if known["facts"].get(key) != mine:
+            raise InputError(f"{file} is of other {key} ({known['facts'].get(key)}, not {mine}); give another folder")
+    return [Entry(**row) for row in known["rows"]]
 
 
 @dataclass
@@ -165,7 +173,7 @@ class _Bench:
                 kind, merged, suite.experts, self.data, heads=suite.heads, training=self.budget.training,
                 seed=self.options.seed, progress=False,
             )  # fmt: skip
-        entry.parameters = sum(p.numel() for adapter in adapters.values() for p in adapter.parameters())
+        entry.parameters = sum(adapter.used for adapter in adapters.values())
         outcomes = self._outcomes(dict.fromkeys(suite.tasks, merged))
         for task, outcome in outcomes.items():
             scores = suite.heads[task].scores(adapters[task](outcome.pooled_LRD[-1]))
