@@ -177,6 +177,10 @@ def test_bom_crlf_anchors_and_json(tmp_path: Path) -> None:
         ('base: "D:\\models"\n', "in double quotes a backslash starts an escape: put Windows paths in single quotes"),
         ("base: a\n---\nbase: b\n", "recipe.yaml, line 2: not valid YAML: but found another document"),
         ("? [a, b]\n: c\n", "recipe.yaml, line 1: not valid YAML: a key must be plain text"),
+        (
+            "".join(f"k{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 10)}]\n" for i in range(9)),
+            "recipe.yaml: not valid YAML: more than 100,000 values (aliases count as what they stand for)",
+        ),
         ("tasks: &t {x: *t}\n", "recipe.yaml, line 1: not valid YAML: an anchor contains itself"),
         ("base: !!python/object:os.system {}\n", "could not determine a constructor for the tag"),
         ("base: a\x00b\n", "recipe.yaml: not valid YAML: special characters are not allowed"),
