@@ -704,6 +704,36 @@ def test_tokens_that_a_model_lacks_are_named(job: Any, tmp_path: Any):
         evaluate_recipe(job / "recipe.yaml", [str(small)], own=False, progress=False)
 
 
+def test_benchmarks_of_lm_eval_beside_the_recipes_tasks(tmp_path: Any):
+    pytest.importorskip("lm_eval")
+    setup = family_setup("llama")
+    for name, model in {"base": setup.base, "merged": setup.merged, "e": setup.experts["task0"]}.items():
+        model.save_pretrained(tmp_path / name)  # type: ignore[operator]
+        tokenizer().save_pretrained(tmp_path / name)
+    lines = [json.dumps({"text": f"{WORDS[i % 20]} {WORDS[i // 20]}", "label": i % 2}) for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "pets.yaml").write_text(
+        f"task: pets\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path / 'rows.jsonl'}}}}}\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{text}}'\ndoc_to_target: label\n"
+        "doc_to_choice: [cat, mat]\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n"
+    )
+    file = tmp_path / "recipe.yaml"
+    file.write_text("base: ./base\nmerged: ./merged\ntasks: {t: {expert: ./e, data: {source: ./rows.jsonl}}}\n"
+                    "calibration: {samples: 4, max_length: 8}\ndevice: cpu\n")  # fmt: skip
+
+    def pets(metric: str | None) -> Any:
+        chosen = {"pets": HarnessTask("pets", metric)}
+        found = evaluate_recipe(file, benchmarks=chosen, include_path=tmp_path / "own", limit=5, progress=False)
+        assert set(found["merged"]) == {"t", "pets"} and set(found["experts"]) == {"t"}
+        return found["merged"]["pets"]
+
+    assert list(pets(None)) == ["acc,none"], "the task's first metric"
+    assert pets("acc_norm,none")["acc_norm,none"].n == 5
+    with pytest.raises(InputError, match="has no metric 'f1,none'; it has: acc,none, acc_norm,none"):
+        pets("f1,none")
+
+
 def test_names_may_hold_markup():
     scores = {"[/red]": {"accuracy": Score("accuracy", 50.0, 4, 40.0, 60.0)}}
     console = Console(record=True, width=80)

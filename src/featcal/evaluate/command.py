@@ -41,6 +41,9 @@ def evaluate_command(
         typer.Option("--lm-eval", metavar="TASK[:METRIC]", help="a task of lm-eval to score on, too; may be repeated"),
     ] = None,
     shots: Annotated[int | None, typer.Option(help="examples in lm-eval prompts [the task's own]", min=0)] = None,
+    include: Annotated[
+        Path | None, typer.Option("--lm-eval-include", help="folder with lm-eval tasks of your own", show_default=False)
+    ] = None,
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="let lm-eval run programs that a model wrote (in a sandbox!)")
     ] = False,
@@ -64,6 +67,7 @@ def evaluate_command(
         classes=dict(read_classes(text) for text in classes or ()),
         metrics=dict(read_metric(text) for text in metrics or ()),
         benchmarks=dict(read_benchmark(text, shots) for text in benchmarks or ()),
+        include_path=include,
         allow_code=allow_code,
         output=output,
         workers=workers,

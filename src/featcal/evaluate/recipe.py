@@ -15,12 +15,12 @@ from ..errors import InputError, nearest
 from ..network import Network, pick_device
 from ..recipe import Recipe, labelled, load_recipe
 from .checkpoints import checkpoint_bytes, load_model, named_class
-from .harness import HarnessTask, run_harness
+from .harness import HarnessTask, is_installed, run_harness
 from .outcomes import Score
 from .run import predict, score_predictions
 from .scorers import Predictions
 from .table import write_scores
-from .tasks import Classes, RecipeTasks, TextMetric
+from .tasks import CAUSAL, Classes, RecipeTasks, TextMetric
 
 EXPERTS = "experts"
 """The row of the experts, each on its own task."""
@@ -40,6 +40,7 @@ def evaluate_recipe(
     classes: Classes | None = None,
     metrics: Mapping[str, TextMetric] | None = None,
     benchmarks: Mapping[str, HarnessTask] | None = None,
+    include_path: str | Path | None = None,
     allow_code: bool = False,
     output: str | Path | None = None,
     workers: int = 0,
@@ -59,6 +60,7 @@ def evaluate_recipe(
         classes: class names and templates for CLIP, by task; the published tasks' are known.
         metrics: `exact_match` (default) or `spearman`, by task, for text-to-text models.
         benchmarks: tasks of lm-eval that causal language models (not the experts) are also scored on.
+        include_path: a folder with lm-eval task files of your own.
         allow_code: let benchmarks run programs that a model wrote.
         output: a folder for `scores.json`: the scores of the last of `models`, else of the recipe's merged model,
             and under `models` all of them.
@@ -70,7 +72,7 @@ def evaluate_recipe(
     _check_names(made, classes or {}, metrics or {}, benchmarks or {})
     named = _named(made, models, Path(".") if isinstance(recipe, Recipe) else Path(recipe).parent, own)
     for ref in named.values():
-        named_class(ref, base=made.base)
+        _check_class(ref, named_class(ref, base=made.base), benchmarks or {})
     folder = None if output is None else _folder(output)
     tasks = RecipeTasks(made, split, limit, classes or {}, metrics or {})
     options: dict[str, Any] = {
@@ -92,7 +94,7 @@ def evaluate_recipe(
         for name, model in loaded.items():
             scores[name] |= _benchmarks(
                 model, named[name], made.base, benchmarks or {}, made.device,
-                batch_size=batch_size, limit=limit, allow_code=allow_code, seed=made.seed,
+                batch_size=batch_size, limit=limit, include_path=include_path, allow_code=allow_code, seed=made.seed,
             )  # fmt: skip
         if folder is not None:
             write_scores(scores.get(list(named)[-1], {}), folder / "scores.json", scores)
@@ -119,12 +121,20 @@ def _benchmarks(
     """Scores of lm-eval tasks, with the tokenizer of the model, else of the base."""
     if not tasks:
         return {}
-    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
-        raise InputError(f"lm-eval scores causal language models; {ref} is a {type(model).__name__}")
     reads = ModelInput.from_config(model.config)  # type: ignore[arg-type]
     tokenizer = find_processor(reads, ref, base, {}, parts=("text",)).tokenizer
     with Network(ref, model, [], pick_device(device)).open():
         return run_harness(model, tokenizer, dict(tasks), **options)
+
+
+def _check_class(ref: str, kind: type, benchmarks: Mapping[str, HarnessTask]) -> None:
+    """Refuse benchmarks that cannot be run before anything is scored."""
+    if not benchmarks:
+        return
+    if not kind.__name__.endswith(CAUSAL):
+        raise InputError(f"lm-eval scores causal language models; {ref} is a {kind.__name__}")
+    if not is_installed():
+        raise InputError("--lm-eval needs lm-eval: pip install 'featcal[eval]'")
 
 
 def _named(recipe: Recipe, models: Mapping[str, str] | Sequence[str], folder: Path, own: bool) -> dict[str, str]:

@@ -35,6 +35,9 @@ SPLITS = ("test", "validation", "valid", "dev")
 LABELS = ("label", "labels", "fine_label")
 """Columns that hold a label when the recipe names none."""
 
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""How the names of causal language models' classes end."""
+
 Classes = Mapping[str, tuple[Sequence[str], Sequence[str]]]
 """Task name → class names (by label) and templates with a {}."""
 
@@ -160,7 +163,7 @@ class RecipeTasks:
             answer = ("target",) if "target" in parts else ()
             metric = self.metrics.get(name, "exact_match")
             return Generation(reader, tokenizer, metric, label=answer, max_length=128, attention_mask=True)
-        if kind.endswith(("ForCausalLM", "LMHeadModel")):
+        if kind.endswith(CAUSAL):
             return Likelihood(_prompt_reader(parts, processor, length))
         if kind.endswith("ForSequenceClassification"):
             reader = TextReader(tokenizer, (parts[0],), max_length=length)
