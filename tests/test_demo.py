@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizer
+from transformers import AutoModel, BertConfig, BertModel, BertTokenizer
 
 from featcal.demo import Options, main, scoring, sources, suite, tasks
 from featcal.demo.cache import cache_key
@@ -29,6 +29,7 @@ from featcal.demo.run import CALIBRATIONS
 from featcal.demo.scoring import Outcome
 from featcal.demo.sources import Example, Wheel
 from featcal.errors import InputError, RunError
+from featcal.evaluate import evaluate_recipe
 from featcal.evaluate.heads import CentroidHead, load_centroid_head
 from featcal.recipe import load_recipe
 
@@ -518,21 +519,19 @@ def test_whole_demo_on_a_pico_encoder(tmp_path: Path, monkeypatch: pytest.Monkey
     assert scores["calibrations"][labels[-1]]["gap_recovered"] == found.gap(labels[-1])
     assert (out / "drift.png").read_bytes().startswith(b"\x89PNG")
 
-    # The saved checkpoints give the printed numbers.
-    rows = [json.loads(line) for line in (out / "test" / "rec.jsonl").read_text().splitlines()]
-    head = load_centroid_head(out / "heads" / "rec.safetensors")
-    for folder, label in {
-        "base": "pre-trained",
-        "experts/rec": EXPERTS,
-        "merged": MERGED,
-        "calibrated": labels[4],
-    }.items():
-        tokenizer = AutoTokenizer.from_pretrained(out / folder)
-        batch = tasks.encode(tokenizer, [Example(row["label"], row["text"]) for row in rows])
-        with torch.no_grad():
-            best = head(AutoModel.from_pretrained(out / folder).eval(), batch).argmax(1)
-        right = [("rec.a", "rec.b")[c] == row["label"] for c, row in zip(best.tolist(), rows, strict=True)]
-        assert 100 * sum(right) / len(right) == pytest.approx(found.rows[label].accuracies["rec"])
+    # `featcal evaluate` of the saved checkpoints gives the printed numbers.
+    measured = evaluate_recipe(
+        out / "recipe.yaml",
+        {"calibrated": str(out / "calibrated")},
+        heads={name: load_centroid_head(out / "heads" / f"{name}.safetensors") for name in scores["texts"]},
+        data={name: str(out / "test" / f"{name}.jsonl") for name in scores["texts"]},
+        progress=False,
+    )
+    for model, label in {"base": labels[0], "experts": EXPERTS, "merged": MERGED, "calibrated": labels[4]}.items():
+        accuracies = {task: own["accuracy"].value for task, own in measured[model].items()}
+        assert accuracies == pytest.approx(found.rows[label].accuracies)
+    saved = json.loads((out / "test" / "rec.jsonl").read_text().splitlines()[0])
+    assert saved["class"] == ("rec.a", "rec.b")[saved["label"]]
     data = [json.loads(line) for line in (out / "data" / "rec.jsonl").read_text().splitlines()]
     assert len(data) == 8 + 32 and all(list(row) == ["text"] for row in data)
     merged, calibrated = (AutoModel.from_pretrained(out / name) for name in ("merged", "calibrated"))

@@ -44,7 +44,10 @@ def save_texts(output: Path, suite: Suite, options: Options) -> None:
     (output / "recipe.yaml").write_text(recipe_text(suite.tasks, options), encoding="utf-8")
     for name, task in suite.tasks.items():
         write_jsonl(output / "data" / f"{name}.jsonl", [{"text": example.text} for example in task.calibration])
-        write_jsonl(output / "test" / f"{name}.jsonl", [example._asdict() for example in task.test])
+        numbered = zip(task.test, task.targets(task.test).tolist(), strict=True)
+        write_jsonl(
+            output / "test" / f"{name}.jsonl", [{"text": e.text, "label": n, "class": e.label} for e, n in numbered]
+        )
         save_centroid_head(suite.heads[name], output / "heads" / f"{name}.safetensors")
 
 
@@ -70,14 +73,14 @@ def _no_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def write_jsonl(file: Path, rows: Sequence[Mapping[str, str]]) -> None:
+def write_jsonl(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One JSON object a line."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def recipe_text(tasks: Iterable[str], options: Options) -> str:
-    """The recipe with which `featcal calibrate` does on files what the demo did in memory."""
+    """The recipe of the demo's job on files. `featcal calibrate` draws its own order of the saved texts."""
     recipe = {
         "base": "./base",
         "merged": "./merged",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,8 +11,9 @@ import typer
 from rich.console import Console
 
 from ..errors import InputError, nearest
-from ..recipe import load_recipe
+from ..recipe import load_recipe, resolve_source
 from .harness import HarnessTask
+from .heads import load_centroid_head
 from .recipe import evaluate_recipe
 from .table import score_table
 
@@ -23,6 +25,10 @@ def evaluate_command(
         typer.Option("--model", metavar="[LABEL=]DIR", help="another checkpoint to score; may be repeated"),
     ] = None,
     only: Annotated[bool, typer.Option("--only", help="score --model alone, not the recipe's own models")] = False,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[TASK=]SOURCE", help="rows to score instead of the recipe's; {task} stands for its name"),
+    ] = None,
     split: Annotated[
         str | None, typer.Option(help="split to score [test, validation, …, or unused rows]", show_default=False)
     ] = None,
@@ -31,6 +37,10 @@ def evaluate_command(
     classes: Annotated[
         list[str] | None,
         typer.Option(metavar="TASK=FILE", help="class names of a CLIP task, one a line; templates hold a {}"),
+    ] = None,
+    heads: Annotated[
+        list[str] | None,
+        typer.Option("--head", metavar="[TASK=]FILE", help="fixed head (safetensors: centroids, logit_scale); {task}"),
     ] = None,
     metrics: Annotated[
         list[str] | None,
@@ -57,8 +67,10 @@ def evaluate_command(
     quiet: Annotated[bool, typer.Option("--no-progress", help="no progress bars")] = False,
 ) -> None:
     """Score checkpoints on the tasks of a recipe, with 95 % intervals and agreement with the experts."""
+    made = load_recipe(recipe, overrides or ())
+    found = by_task("--head", heads or (), made.tasks)
     scores = evaluate_recipe(
-        load_recipe(recipe, overrides or ()),
+        made,
         models or (),
         own=not only,
         split=split,
@@ -66,6 +78,8 @@ def evaluate_command(
         batch_size=batch_size,
         classes=dict(read_classes(text) for text in classes or ()),
         metrics=dict(read_metric(text) for text in metrics or ()),
+        heads={task: load_centroid_head(file) for task, file in found.items()},
+        data={task: resolve_source(one) for task, one in by_task("--data", data or (), made.tasks).items()},
         benchmarks=dict(read_benchmark(text, shots) for text in benchmarks or ()),
         include_path=include,
         allow_code=allow_code,
@@ -74,6 +88,28 @@ def evaluate_command(
         progress=not quiet,
     )
     Console().print(score_table(scores, str(recipe)))
+
+
+def by_task(option: str, given: Sequence[str], tasks: Collection[str]) -> dict[str, str]:
+    """`TASK=FILE`, or `FILE` with {task} for every task → task → file.
+
+    Raises:
+        InputError: neither, or a task twice.
+    """
+    made: dict[str, str] = {}
+    for text in given:
+        task, equals, file = text.partition("=")
+        if "{task}" in text:
+            named = {one: text.replace("{task}", one) for one in tasks}
+        elif equals and task and file:
+            named = {task: file}
+        else:
+            raise InputError(f"{option} {text}: expected TASK=FILE, or a FILE with {{task}} in its name")
+        for one in named:
+            if one in made:
+                raise InputError(f"{option} {text}: task '{one}' has {made[one]} already")
+        made |= named
+    return made
 
 
 def read_classes(text: str) -> tuple[str, tuple[list[str], list[str]]]:

@@ -16,6 +16,7 @@ from ..network import Network, pick_device
 from ..recipe import Recipe, labelled, load_recipe
 from .checkpoints import checkpoint_bytes, load_model, named_class
 from .harness import HarnessTask, is_installed, run_harness
+from .heads import Head
 from .outcomes import Score
 from .run import predict, score_predictions
 from .scorers import Predictions
@@ -39,6 +40,8 @@ def evaluate_recipe(
     batch_size: int = 32,
     classes: Classes | None = None,
     metrics: Mapping[str, TextMetric] | None = None,
+    heads: Mapping[str, Head] | None = None,
+    data: Mapping[str, str] | None = None,
     benchmarks: Mapping[str, HarnessTask] | None = None,
     include_path: str | Path | None = None,
     allow_code: bool = False,
@@ -59,6 +62,8 @@ def evaluate_recipe(
         limit: a seeded choice of that many rows per task.
         classes: class names and templates for CLIP, by task; the published tasks' are known.
         metrics: `exact_match` (default) or `spearman`, by task, for text-to-text models.
+        heads: fixed heads, by task, of encoders whose classifier lies outside the model.
+        data: other sources of the rows to score, by task; in the columns of the recipe's.
         benchmarks: tasks of lm-eval that causal language models (not the experts) are also scored on.
         include_path: a folder with lm-eval task files of your own.
         allow_code: let benchmarks run programs that a model wrote.
@@ -69,12 +74,12 @@ def evaluate_recipe(
         InputError: a broken recipe, a checkpoint that cannot be had, data or a class that no score is known for.
     """
     made = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    _check_names(made, classes or {}, metrics or {}, benchmarks or {})
+    _check_names(made, classes or {}, metrics or {}, heads or {}, data or {}, benchmarks or {})
     named = _named(made, models, Path(".") if isinstance(recipe, Recipe) else Path(recipe).parent, own)
     for ref in named.values():
         _check_class(ref, named_class(ref, base=made.base), benchmarks or {})
     folder = None if output is None else _folder(output)
-    tasks = RecipeTasks(made, split, limit, classes or {}, metrics or {})
+    tasks = RecipeTasks(made, split, limit, classes or {}, metrics or {}, heads or {}, data or {})
     options: dict[str, Any] = {
         "batch_size": batch_size,
         "device": made.device,

@@ -53,6 +53,10 @@ class RecipeTasks:
     limit: int | None = None
     classes: Classes = field(default_factory=dict)
     metrics: Mapping[str, TextMetric] = field(default_factory=dict)
+    heads: Mapping[str, Head] = field(default_factory=dict)
+    """Fixed heads of encoders whose classifier lies outside the model."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where the rows to score are, when not at the recipe's source; all of them are scored."""
 
     def __post_init__(self) -> None:
         self._tasks: dict[str, EvalTask] = {}
@@ -91,31 +95,37 @@ class RecipeTasks:
         Raises:
             InputError: a source that cannot be read, no such split, or calibration reads every row.
         """
-        others = 0
-        for split in (self.split,) if self.split is not None else SPLITS:
-            if split == spec.split:
+        found = 0
+        elsewhere = name in self.sources
+        for split in (self.split,) if self.split is not None else (*SPLITS, *(["train"] if elsewhere else [])):
+            if split == spec.split and not elsewhere:
                 continue
-            candidate = spec.model_copy(update={"split": split})
+            candidate = spec.model_copy(update={"split": split, "source": self.sources.get(name, spec.source)})
             try:
                 table = open_table(candidate)
             except MissingSplit:
-                if self.split is not None:
+                if split in (self.split, "train"):
                     raise
                 continue
-            others += 1
+            found += 1
             yield candidate, table, range(table.size)
-        if self.split not in (None, spec.split):
-            return
+        if not elsewhere and self.split in (None, spec.split):
+            yield from self._unused(name, spec, kind, needed=not found)
+
+    def _unused(
+        self, name: str, spec: DataSpec, kind: str, needed: bool
+    ) -> Iterator[tuple[DataSpec, Table, Sequence[int]]]:
+        """The rows of the recipe's split that calibration does not read, if there are any."""
         settings = self.recipe.calibration
         read = load_samples(spec, self.recipe.seed, settings.samples, task=name, held_out=settings.held_out, kind=kind)
         used = {*read.indices, *read.held_out_indices}
         unused = [index for index in range(read.counts.available) if index not in used]
         if unused:
             yield spec, open_table(spec), unused
-        elif not others:
+        elif needed:
             raise InputError(
-                f"task '{name}': calibration reads every row of {spec.source}; name a split to score (--split), "
-                "or give the task more rows than samples"
+                f"task '{name}': calibration reads every row of {spec.source}; name a split to score (--split), other "
+                "data (--data), or give the task more rows than samples"
             )
 
     def _pick(self, name: str, spec: DataSpec, table: Table, reads: ModelInput, indices: Sequence[int]) -> SampleRows:
@@ -153,6 +163,14 @@ class RecipeTasks:
         kind = type(model).__name__
         if name in self.metrics and not getattr(model.config, "is_encoder_decoder", False):
             raise InputError(f"task '{name}': --metric is for text-to-text models, not for a {kind}")
+        if name in self.heads:
+            reads_images = "image" in parts
+            reader: Any = (
+                ImageReader(processor.image_processor)
+                if reads_images
+                else TextReader(tokenizer, parts[:1], max_length=length)
+            )
+            return Classification(reader, self.heads[name], label)
         if "image" in parts:
             if kind.startswith("CLIP") and "For" not in kind:
                 names, head = self._clip_head(name)
