@@ -416,7 +416,8 @@ def test_scores_file_and_table(tmp_path: Any):
     assert list(main_scores(scores)) == ["a", "b"]
     table = score_table({"merged": scores})
     cells = [list(column.cells) for column in table.columns]
-    assert cells == [["merged"], ["50.0 ± 10.0"], ["90.0 ± 9.5"], ["70.0 ± 10.0"], ["60.0"]]
+    assert cells == [["a accuracy %", "a agreement %", "b spearman %", "average"],
+                     ["50.0 ± 10.0", "90.0 ± 9.5", "70.0 ± 10.0", "60.0"]]  # fmt: skip
 
 
 def test_no_rows_is_an_error():
@@ -752,7 +753,7 @@ def test_the_command_prints_and_saves_scores(tmp_path: Any):
     import typer
     from typer.testing import CliRunner
 
-    from featcal.evaluate.command import evaluate_command, read_benchmark, read_classes, read_metric
+    from featcal.evaluate.command import by_task, evaluate_command, read_benchmark, read_classes, read_metric
 
     file = save_text_recipe(tmp_path, 50)
     app = typer.Typer()
@@ -772,6 +773,12 @@ def test_the_command_prints_and_saves_scores(tmp_path: Any):
     (tmp_path / "names.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match="is not UTF-8 text"):
         read_classes(f"pets={tmp_path / 'names.txt'}")
+    assert by_task("--head", ["x/{task}.st"], ["a", "b"]) == {"a": "x/a.st", "b": "x/b.st"}
+    assert by_task("--head", ["a=x", "b=y"], ["a", "b"]) == {"a": "x", "b": "y"}
+    with pytest.raises(InputError, match=r"--head x: expected TASK=FILE, or a FILE with \{task\} in its name"):
+        by_task("--head", ["x"], ["a"])
+    with pytest.raises(InputError, match=r"--head \{task\}: task 'a' has x already"):
+        by_task("--head", ["a=x", "{task}"], ["a", "b"])
     assert read_metric("a=spearman") == ("a", "spearman")
     with pytest.raises(InputError, match="did you mean 'spearman'"):
         read_metric("a=spearmann")

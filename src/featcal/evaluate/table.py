@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -54,17 +55,17 @@ def show(one: Score | None) -> str:
 
 
 def score_table(models: Mapping[str, Scores], title: str = "") -> Table:
-    """One row per model, one column per task and metric, then the average. Intervals are 95 % (half-width for %)."""
-    columns: dict[tuple[str, str], None] = {}
+    """One column per model; one row per task and metric, then the average. Intervals are 95 % (half-width for %)."""
+    rows: dict[tuple[str, str], None] = {}
     for scores in models.values():
-        columns |= {(task, metric): None for task, own in scores.items() for metric in own}
-    table = Table(title=escape(title) or None)
-    table.add_column("model")
-    for task, metric in columns:
-        table.add_column(f"{escape(task)}\n{escape(metric)}{' %' if is_percent(metric) else ''}", justify="right")
-    table.add_column("average", justify="right")
-    for name, scores in models.items():
-        mean = average(main_scores(scores))
-        cells = [show(scores.get(task, {}).get(metric)) for task, metric in columns]
-        table.add_row(escape(name), *cells, "–" if mean is None else f"{mean:.1f}")
+        rows |= {(task, metric): None for task, own in scores.items() for metric in own}
+    table = Table(title=escape(title) or None, box=box.SIMPLE_HEAD)
+    table.add_column("task")
+    for name in models:
+        table.add_column(escape(name), justify="right")
+    for task, metric in sorted(rows, key=lambda row: [own for own, _ in rows].index(row[0])):
+        cells = [show(scores.get(task, {}).get(metric)) for scores in models.values()]
+        table.add_row(escape(f"{task} {metric}{' %' if is_percent(metric) else ''}"), *cells)
+    means = [average(main_scores(scores)) for scores in models.values()]
+    table.add_row("average", *("–" if mean is None else f"{mean:.1f}" for mean in means), style="bold")
     return table
