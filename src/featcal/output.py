@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import json
-import os
 import platform
 import resource
 import shutil
@@ -22,11 +20,10 @@ import transformers
 
 from .adapters import AdaptedCheckpoint
 from .dist import Comm
-from .errors import InputError
 from .journal import Journal, difference
 from .plan import Plan
 from .recipe import recipe_to_yaml
-from .writer import OutputFolder, assemble, atomic_write, disk_errors
+from .writer import OutputFolder, assemble, atomic_write, locked
 
 RESOLVED = "featcal.yaml"
 """The resolved recipe in the output folder."""
@@ -77,7 +74,7 @@ def hold(plan: Plan, output: str | Path, overwrite: bool) -> Iterator[OutputFold
     place = OutputFolder(output, inputs_of(plan), overwrite=True)
     if not place.part.exists():
         OutputFolder(output, inputs_of(plan), overwrite)  # refuses before anything is made
-    with _locked(place.part):
+    with locked(place.part):
         yield place
 
 
@@ -93,25 +90,6 @@ def inputs_of(plan: Plan) -> list[Path]:
 def merge_folder(output: str | Path) -> Path:
     """Where the merge that a recipe asks for is made: in the hidden folder, with which it goes in the end."""
     return OutputFolder(output, overwrite=True).part / "merged"
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Only one run at a time works on an output; the lock goes with the process, however it ends."""
-    path = folder / "lock"
-    while True:
-        with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            file = path.open("w")
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InputError(f"another run is working on {folder}; wait for it, or name another output") from None
-            if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
-                continue  # the run that held it has just ended and taken its folder away
-            yield
-            return
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Untouched tensors are copied byte for byte; headers, shard names and the index a
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -160,6 +161,31 @@ def side_files(source: Path) -> SideFiles:
             relative = (Path(folder) / name).relative_to(source)
             (found.left if _is_weights(relative) else found.copied).append(relative.as_posix())
     return found
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Only one run at a time works on an output; the lock goes with the process, however it ends.
+
+    Raises:
+        InputError: another run holds it, or there can be no such folder.
+    """
+    path = folder / "lock"
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file: name a folder")
+    while True:
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = path.open("w")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(f"another run is working on {folder}; wait for it, or name another output") from None
+            if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                continue  # the run that held it has just ended and taken its folder away
+            yield
+            return
 
 
 class OutputFolder:

@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..errors import InputError, nearest
 from .load import downloads, load_suite, suite_names
+from .materials import pick_tasks
 from .runner import DEFAULT_METHODS, METHODS, Options, bench
 from .studies import SAMPLES, SEEDS, STUDIES, study
 
@@ -67,7 +69,7 @@ def bench_command(
         out.print(suite_table())
         return
     if plan:
-        show_downloads(suite, variant, out)
+        show_downloads(suite, variant, out, _listed(tasks))
         return
     folder = output or Path("bench") / Path(suite).stem
     options = Options(
@@ -77,17 +79,20 @@ def bench_command(
     chosen = _listed(methods) or ()
     lm_tasks = None if benchmarks is None else [] if benchmarks == "none" else _listed(benchmarks)
     if which is not None:
-        upstream = (_listed(upstreams) or ["task_arithmetic"])[0]
+        starts = ["task_arithmetic"] if upstreams is None else _listed(upstreams) or []
+        if len(starts) != 1:
+            raise InputError(f"--upstreams {upstreams}: a study starts from one merger")
+        upstream = starts[0]
         made = study(
             which, suite, folder, upstream=upstream, methods=chosen, seeds=_numbers(seeds, "--seeds"),
             counts=_numbers(counts, "--counts"), variant=variant, tasks=_listed(tasks), stand_in=stand_in,
             mirror=mirror, benchmarks=lm_tasks, options=options,
         )  # fmt: skip
-        table = Table(title=f"{suite}: {which}")
+        table = Table(title=escape(f"{suite}: {which}"))
         for number, name in enumerate(made.header):
-            table.add_column(name, justify="right" if number else "left")
+            table.add_column(escape(name), justify="right" if number else "left")
         for line in made.lines:
-            table.add_row(*line)
+            table.add_row(*map(escape, line))
         out.print(table)
         out.print(f"Written: {', '.join(str(file) for file in made.files)}", soft_wrap=True, highlight=False)
         return
@@ -96,6 +101,8 @@ def bench_command(
         references=references, stand_in=stand_in, mirror=mirror, benchmarks=lm_tasks, options=options,
     )  # fmt: skip
     out.print(result.table())
+    for note in result.notes:
+        out.print(note, markup=False, highlight=False, soft_wrap=True)
     out.print(f"Written: {folder / 'table.md'}, {folder / 'table.csv'}", soft_wrap=True, highlight=False)
 
 
@@ -148,7 +155,7 @@ def _numbers(text: str, option: str) -> list[int]:
         raise InputError(f"{option} {text}: expected whole numbers separated by commas") from None
 
 
-def show_downloads(suite: str, variant: str | None, out: Console) -> None:
+def show_downloads(suite: str, variant: str | None, out: Console, tasks: list[str] | None = None) -> None:
     """Print what a suite would fetch, a line each: a model or a data set, and its id."""
-    for kind, name in downloads(load_suite(suite, variant)):
-        out.print(f"{kind:8}  {name}", highlight=False)
+    for kind, name in downloads(pick_tasks(load_suite(suite, variant), tasks)):
+        out.print(f"{kind:8}  {name}", highlight=False, markup=False)

@@ -221,7 +221,7 @@ class Materials:
         """
         fed = self.suite.calibration
         rows = self.rows(task, test=False)
-        order = list(permutation(len(rows), seed, task))[: samples or fed.samples]
+        order = list(permutation(len(rows), seed, task))[: fed.samples if samples is None else samples]
         reader = self.reader(task, corrupt, fed.max_length)
         batches = []
         for start in range(0, len(order), fed.batch_size):
@@ -295,13 +295,15 @@ def model_class(suite: Suite) -> Any:
 
 
 def pick_tasks(suite: Suite, tasks: list[str] | None) -> Suite:
-    """The suite reduced to some of its tasks. Published averages and studies no longer apply then, and are dropped.
+    """The suite reduced to some of its tasks. Of what is published, scores of models that were not merged still apply.
 
     Raises:
         InputError: a task that the suite does not have.
     """
-    if not tasks:
+    if tasks is None:
         return suite
+    if not tasks:
+        raise InputError(f"--tasks: name at least one of {', '.join(suite.tasks)}")
     for task in tasks:
         if task not in suite.tasks:
             raise InputError(f"suite '{suite.name}' has no task '{task}'{nearest(task, suite.tasks)}")
@@ -311,7 +313,8 @@ def pick_tasks(suite: Suite, tasks: list[str] | None) -> Suite:
     names = suite.columns
     published = []
     for row in suite.published:
-        if row.scores and not suite.benchmarks:
+        unmerged = row.row in ("pre-trained", "experts", *suite.references)
+        if row.scores and unmerged and not suite.benchmarks:
             scores = tuple(v for name, v in zip(names, row.scores, strict=True) if name in kept)
             published.append(row.model_copy(update={"scores": scores, "average": None}))
     return suite.model_copy(update={"tasks": kept, "published": tuple(published), "studies": PublishedStudies()})

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from ..errors import InputError
 from ..evaluate import Score, average, main_scores
 from ..recipe import slug
 from ..writer import atomic_write
+
+logger = logging.getLogger("featcal")
 
 Scores = dict[str, dict[str, Score]]
 """{task: {metric: score}}; the first metric is the main one."""
@@ -44,11 +49,46 @@ class Row:
         scores = {c: {m: one.as_dict() for m, one in own.items()} for c, own in self.scores.items()}
         return {**vars(self), "scores": scores}
 
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Row:
-        """The inverse of `as_dict`."""
-        scores = {c: {m: Score(**one) for m, one in own.items()} for c, own in plain["scores"].items()}
-        return cls(**{**plain, "scores": scores})
+
+_ROW = TypeAdapter(Row)
+
+
+def check_folder(folder: Path, fingerprint: Mapping[str, Any]) -> None:
+    """Refuse an output folder in which these results would be out of place.
+
+    Raises:
+        InputError: it is a file, holds something else, or results of another job (the first field that differs).
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file: name a folder")
+    file = folder / "bench.json"
+    if not file.is_file():
+        if folder.is_dir() and any(path.name != "lock" for path in folder.iterdir()):
+            raise InputError(f"{folder} is not empty and holds no bench.json: choose another output folder")
+        return
+    try:
+        theirs = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        theirs = None
+    if not isinstance(theirs, dict):
+        raise InputError(f"{file} is damaged: choose another output folder")
+    mine = _plain(fingerprint)
+    for key in {**mine, **theirs}:
+        if mine.get(key) != theirs.get(key):
+            values = f"{_short(theirs.get(key))}, not {_short(mine.get(key))}"
+            raise InputError(
+                f"{folder} holds results with {key}={values}; choose another output folder, or the same to go on"
+            )
+
+
+def _plain(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = json.loads(json.dumps(dict(fingerprint)))
+    return made
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 class Store:
@@ -58,27 +98,33 @@ class Store:
         """Open or create the folder.
 
         Raises:
-            InputError: it holds results of another job; names the first field that differs.
+            InputError: as `check_folder`.
         """
         self.folder = Path(folder)
-        (self.folder / "rows").mkdir(parents=True, exist_ok=True)
-        file = self.folder / "bench.json"
-        mine = json.loads(json.dumps(dict(fingerprint)))
-        if file.is_file():
-            theirs = json.loads(file.read_text(encoding="utf-8"))
-            for key in {**mine, **theirs}:
-                if mine.get(key) != theirs.get(key):
-                    raise InputError(
-                        f"{self.folder} holds results with {key}={theirs.get(key)!r}, not {mine.get(key)!r}; "
-                        "choose another output folder, or the same options to go on"
-                    )
-        else:
-            write_json(file, mine)
+        check_folder(self.folder, fingerprint)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not (self.folder / "bench.json").is_file():
+            write_json(self.folder / "bench.json", _plain(fingerprint))
+        (self.folder / "rows").mkdir(exist_ok=True)
 
-    def get(self, name: str) -> Row | None:
-        """A finished row, or None."""
+    def get(self, name: str, scored: Iterable[str] = ()) -> Row | None:
+        """A finished row, or None. One that is damaged, or lacks a score that it should have, is not finished.
+
+        Args:
+            scored: columns that the row must have scores for.
+        """
         file = self._file(name)
-        return Row.from_dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+        if not file.is_file():
+            return None
+        try:
+            row = _ROW.validate_json(file.read_bytes(), strict=True)
+        except ValidationError:
+            logger.warning("%s is damaged: it is made again", file)
+            return None
+        if row.name != name or not all(row.scores.get(column) for column in scored):
+            logger.warning("%s is not whole: it is made again", file)
+            return None
+        return row
 
     def put(self, row: Row) -> None:
         """Keep a finished row."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from torch import nn
 
 from ..api import calibrate
 from ..baselines import Corrected, train_surgery
+from ..blocks import batch_size
 from ..errors import InputError, nearest
 from ..evaluate import Adapted, HarnessTask, evaluate, run_harness
 from ..evaluate.harness import is_installed
@@ -30,11 +32,13 @@ from ..evaluate.run import Candidate
 from ..merging import get_merger, merge_modules
 from ..network import pick_device
 from ..recipe import slug
+from ..settings import make_settings
+from ..writer import locked
 from .build import build_suite
 from .corrupt import Corrupt
 from .load import load_suite
 from .materials import Materials, Mirror, pick_tasks
-from .results import Row, Scores, Store
+from .results import Row, Scores, Store, check_folder
 from .schema import Suite
 from .stand_in import build_stand_in
 from .tables import BenchResult
@@ -93,7 +97,7 @@ class Session:
 
     def fill(self, makers: Mapping[str, Callable[[], Made]], *, alone: bool = False) -> None:
         """Make and score the rows that are not finished yet, all in one pass over the test data (or one by one)."""
-        found: dict[str, Any] = {name: self.store.get(name) for name in makers}
+        found: dict[str, Any] = {name: self.store.get(name, self.suite.tasks) for name in makers}
         missing = [name for name, row in found.items() if row is None]
         one_by_one = alone or self.suite.family == "causal"
         for group in [[name] for name in missing] if one_by_one else [missing] if missing else []:
@@ -127,17 +131,17 @@ class Session:
                 scores[name][task] = found[name]
         if self.benchmarks:
             for name, model_for in models.items():
-                if name != "experts":
-                    scores[name] |= self._harness(model_for(next(iter(self.suite.tasks))))
+                candidate = model_for(next(iter(self.suite.tasks)))
+                if name != "experts" and not isinstance(candidate, Adapted):
+                    scores[name] |= self._harness(candidate)
         return scores
 
     def _teacher(self, task: str) -> dict[str, Candidate]:
         """Language models are also compared with their expert, token by token."""
         return {_TEACHER: self.materials.expert(task)} if self.suite.family == "causal" else {}
 
-    def _harness(self, candidate: Candidate) -> Scores:
+    def _harness(self, model: nn.Module) -> Scores:
         tasks = {name: HarnessTask(**one.model_dump()) for name, one in self.benchmarks.items()}
-        model = candidate.model if isinstance(candidate, Adapted) else candidate
         include = self.materials.mirror.file("lm_eval") if self.materials.mirror.root is not None else None
         with resident(model, pick_device(self.options.device)):
             return run_harness(
@@ -156,8 +160,12 @@ class Session:
     def merged(self, upstream: str) -> tuple[nn.Module, dict[str, float], list[str]]:
         """The merged model of an upstream, its cost and its notes; kept in the output folder, so merged once."""
         folder = self.store.folder / "models" / slug(upstream)
-        if (folder / "config.json").is_file():
-            return self.materials.load(folder), {}, []
+        if folder.is_dir():
+            try:
+                return self.materials.load(folder), {}, []
+            except InputError as error:
+                logger.warning("%s; it is merged again", error)
+                shutil.rmtree(folder)
         spec = {key: value for key, value in self.suite.upstreams[upstream].items() if key != "method"}
         merger = get_merger(str(self.suite.upstreams[upstream]["method"]), spec)
         base, experts = self.materials.base, self.materials.experts
@@ -175,6 +183,7 @@ class Session:
         )
         seconds = {"merge": time.perf_counter() - start}
         temporary = folder.with_name(f".{folder.name}.part")
+        shutil.rmtree(temporary, ignore_errors=True)
         model.save_pretrained(temporary)  # type: ignore[operator]
         temporary.rename(folder)
         return model, seconds, notes
@@ -185,7 +194,8 @@ class Session:
         """A task's calibration batches; corrupted when a condition is given."""
         chosen = self.options.seed if seed is None else seed
         corrupt: Corruption | None = None if condition == "clean" else Corrupt(condition, seed=chosen)
-        return self.materials.calibration(task, samples or self.options.samples, chosen, corrupt)
+        count = samples if samples is not None else self.options.samples
+        return self.materials.calibration(task, count, chosen, corrupt)
 
     def calibrated(
         self,
@@ -200,16 +210,21 @@ class Session:
         """A merged model after a post-merge method."""
         clock = time.perf_counter()
         used_seed = self.options.seed if seed is None else seed
-        used = samples or self.options.samples or self.suite.calibration.samples
+        wanted = samples if samples is not None else self.options.samples
+        used = wanted if wanted is not None else self.suite.calibration.samples
         data = {task: self.calibration_data(task, used, used_seed, condition) for task in self.suite.tasks}
         ready = time.perf_counter()
         facts: dict[str, Any] = {"samples": used, "seed": used_seed, "condition": condition}
+        read = {task: sum(map(batch_size, batches)) for task, batches in data.items()}
+        fewer = [f"{task}: {count} samples instead of {used}" for task, count in read.items() if count < used]
+        for note in fewer:
+            logger.warning("%s, its data has no more", note)
         if method.startswith("featcal"):
             made = self._featcal(merged, data, method, used_seed, {"samples": used, **(settings or {})})
         else:
             made = self._surgery(merged, data, method, used_seed)
         seconds = {"samples": ready - clock, "calibrate": time.perf_counter() - ready, **made.seconds}
-        return Made(made.model_for, seconds, facts | made.facts, made.notes)
+        return Made(made.model_for, seconds, facts | made.facts, [*fewer, *made.notes])
 
     def _featcal(
         self, merged: nn.Module, data: Mapping[str, Any], method: str, seed: int, settings: Mapping[str, Any]
@@ -249,7 +264,8 @@ class Session:
             progress=self.options.progress,
         )
         corrected = Corrected(method, merged, adapters)
-        return Made(corrected.candidate, {}, {"extra_parameters": corrected.parameters}, [])
+        notes = ["benchmarks belong to no task, so that no adapter is right for them"] if self.benchmarks else []
+        return Made(corrected.candidate, {}, {"extra_parameters": corrected.parameters}, notes)
 
 
 _TEACHER = "the expert"
@@ -287,12 +303,10 @@ def bench(
         InputError: unknown names, an output folder of another job, checkpoints or data that cannot be had.
     """
     options = options or Options()
-    with quiet_libraries():
-        session = open_session(
-            suite, output, variant=variant, tasks=tasks, stand_in=stand_in, mirror=mirror,
-            benchmarks=benchmarks, options=options,
-        )  # fmt: skip
-        check_names(session.suite, upstreams, methods)
+    with quiet_libraries(), open_session(
+        suite, output, variant=variant, tasks=tasks, stand_in=stand_in, mirror=mirror,
+        benchmarks=benchmarks, options=options, upstreams=upstreams, methods=methods,
+    ) as session:  # fmt: skip
         materials = session.materials
         session.fill(
             {
@@ -336,44 +350,79 @@ def fill_upstream(session: Session, upstream: str, methods: Sequence[str]) -> No
     session.fill({upstream: plain, **{f"{upstream} + {method}": after(method) for method in methods}})
 
 
+@contextlib.contextmanager
 def open_session(
     suite: str | Suite,
     output: str | Path,
     *,
+    upstreams: Sequence[str] | None,
+    methods: Sequence[str],
     variant: str | None = None,
     tasks: Sequence[str] | None = None,
     stand_in: bool = False,
     mirror: str | Path | None = None,
     benchmarks: Sequence[str] | None = None,
     options: Options,
-) -> Session:
-    """Load a suite, build what has to be built, and open the folder of its results."""
+) -> Iterator[Session]:
+    """Load a suite, open and lock the folder of its results, and build what has to be built.
+
+    Whatever can be known to be wrong is refused before the folder is touched.
+    """
     loaded = load_suite(suite, variant) if isinstance(suite, str) else suite
     folder = Path(output)
     if stand_in and mirror is not None:
         raise InputError("give --stand-in or --mirror, not both")
-    chosen = pick_benchmarks(pick_tasks(loaded, list(tasks) if tasks else None), benchmarks, stand_in, options)
-    root = Path(mirror) if mirror is not None else None
-    if stand_in:
-        root = build_stand_in(loaded, folder / "stand-in")
-    elif loaded.build is not None:
-        root = build_suite(loaded, root, progress=options.progress)
-    fingerprint = {
-        "suite": chosen.name,
-        "variant": chosen.variant,
-        "tasks": list(chosen.tasks),
-        "benchmarks": list(chosen.benchmarks),
+    chosen = pick_benchmarks(pick_tasks(loaded, None if tasks is None else list(tasks)), benchmarks, stand_in, options)
+    check_names(chosen, upstreams, methods)
+    check_settings(chosen, options)
+    mirrored = None if mirror is None else Path(mirror).resolve()
+    fingerprint = _fingerprint(chosen, options, stand_in, mirrored)
+    check_folder(folder, fingerprint)
+    with locked(folder):
+        store = Store(folder, fingerprint)
+        root = mirrored
+        if stand_in:
+            root = build_stand_in(loaded, folder / "stand-in")
+            options = replace(options, allow_code=True)  # its code benchmarks compare words
+        elif loaded.build is not None:
+            root = build_suite(loaded, root, progress=options.progress)
+        yield Session(Materials(chosen, Mirror(root), options.device), store, options)
+
+
+def _fingerprint(suite: Suite, options: Options, stand_in: bool, mirror: Path | None) -> dict[str, Any]:
+    """What all rows of a folder have in common: the options, and all that the suite's file says."""
+    about = {
+        "name",
+        "title",
+        "variant",
+        "preset",
+        "tasks",
+        "benchmarks",
+        "upstreams",
+        "published",
+        "studies",
+        "sources",
+    }
+    said = suite.model_dump(mode="json", exclude=about)
+    return {
+        "suite": suite.name,
+        "variant": suite.variant,
+        "tasks": list(suite.tasks),
+        "benchmarks": list(suite.benchmarks),
         "limit": options.limit,
-        "samples": options.samples or chosen.calibration.samples,
+        "samples": options.samples if options.samples is not None else suite.calibration.samples,
         "seed": options.seed,
         "stand_in": stand_in,
+        "mirror": None if mirror is None else str(mirror),
         "settings": dict(options.settings),
-        "preset": chosen.preset,
+        "preset": suite.preset,
+        "resamples": options.resamples,
         "version": importlib.metadata.version("featcal"),
+        **{f"the suite's {key}": value for key, value in said.items()},
+        **{f"the suite's task {name}": task.model_dump(mode="json") for name, task in suite.tasks.items()},
+        **{f"the suite's upstream {name}": spec for name, spec in suite.upstreams.items()},
+        **{f"the suite's benchmark {name}": one.model_dump(mode="json") for name, one in suite.benchmarks.items()},
     }
-    if stand_in:
-        options = replace(options, allow_code=True)  # its code benchmarks compare words
-    return Session(Materials(chosen, Mirror(root), options.device), Store(folder, fingerprint), options)
 
 
 def pick_benchmarks(suite: Suite, names: Sequence[str] | None, stand_in: bool, options: Options) -> Suite:
@@ -414,6 +463,20 @@ def check_names(suite: Suite, upstreams: Sequence[str] | None, methods: Sequence
     for method in methods:
         if method not in METHODS:
             raise InputError(f"unknown method '{method}'{nearest(method, METHODS)}; known: {', '.join(METHODS)}")
+
+
+def check_settings(suite: Suite, options: Options) -> None:
+    """Refuse calibration settings that cannot be, and those that are said elsewhere."""
+    elsewhere = {
+        "samples": "--samples",
+        "batch_size": "`calibration:` of the suite",
+        "max_length": "`calibration:` of the suite",
+    }
+    for key, place in elsewhere.items():
+        if key in options.settings:
+            raise InputError(f"--set {key}: it is set by {place}")
+    make_settings(suite.preset, **options.settings)
+    pick_device(options.device)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from . import figures
 from .corrupt import CONDITIONS, parameters
 from .meter import Meter
 from .results import Row, write_text
-from .runner import DEFAULT_METHODS, Made, Options, Session, check_names, open_session, quiet_libraries
+from .runner import DEFAULT_METHODS, Made, Options, Session, open_session, quiet_libraries
 from .schema import PublishedStudies, Suite
 from .tables import csv_table, markdown_table
 
@@ -86,12 +86,13 @@ def study(
     """
     if name not in STUDIES:
         raise InputError(f"unknown study '{name}'{nearest(name, STUDIES)}; known: {', '.join(STUDIES)}")
-    with quiet_libraries():
-        session = open_session(
-            suite, output, variant=variant, tasks=tasks, stand_in=stand_in, mirror=mirror,
-            benchmarks=benchmarks, options=options or Options(),
-        )  # fmt: skip
-        check_names(session.suite, [upstream], methods)
+    for what, numbers in {"counts": counts, "seeds": seeds}.items():
+        if name == "samples" and (not numbers or len(set(numbers)) < len(numbers) or min(numbers) < (what == "counts")):
+            raise InputError(f"--{what} {','.join(map(str, numbers))}: expected different whole numbers, counts from 1")
+    with quiet_libraries(), open_session(
+        suite, output, variant=variant, tasks=tasks, stand_in=stand_in, mirror=mirror,
+        benchmarks=benchmarks, options=options or Options(), upstreams=[upstream], methods=methods,
+    ) as session:  # fmt: skip
         work = _Study(session, upstream, Path(output))
         if name == "samples":
             return work.samples(methods, counts, seeds)
@@ -149,6 +150,12 @@ class _Study:
 
     def samples(self, methods: Sequence[str], counts: Sequence[int], seeds: Sequence[int]) -> StudyResult:
         """Average against calibration samples per task: mean and standard deviation over seeds."""
+        for task in self.session.suite.tasks:
+            size = len(self.session.materials.rows(task, test=False))
+            if size < max(counts):
+                raise InputError(
+                    f"--counts {max(counts)}: task '{task}' has {size} training rows; name at most so many"
+                )
         base = self.mean(self.start())
         rows: list[Row] = []
         curves: dict[str, list[list[float]]] = {}
@@ -156,7 +163,9 @@ class _Study:
             curves[method] = []
             for count in counts:
                 made = [
-                    self.point(f"samples {method} n={count} seed={seed}", method, samples=count, seed=seed)
+                    self.point(
+                        f"samples {self.upstream} {method} n={count} seed={seed}", method, samples=count, seed=seed
+                    )
                     for seed in seeds
                 ]
                 rows += made
@@ -185,7 +194,7 @@ class _Study:
         for method in methods:
             table[method] = {}
             for condition in CONDITIONS:
-                row = self.point(f"corruption {method} {condition}", method, condition=condition)
+                row = self.point(f"corruption {self.upstream} {method} {condition}", method, condition=condition)
                 rows.append(row)
                 table[method][condition] = self.mean(row)
         published = self.published.corruption
@@ -240,7 +249,7 @@ class _Study:
         device = pick_device(session.options.device)
         rows: list[Row] = []
         for method in methods:
-            name = f"cost {method}"
+            name = f"cost {self.upstream} {method}"
             found = session.store.get(name)
             if found is None:
                 with Meter(device) as meter:

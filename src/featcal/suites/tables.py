@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from ..evaluate.outcomes import is_percent
@@ -50,18 +51,23 @@ class BenchResult:
 
     def table(self) -> Table:
         """For the terminal."""
-        table = Table(title=f"{self.suite.name}: {self.suite.title}")
+        table = Table(title=escape(f"{self.suite.name}: {self.suite.title}"))
         for number, name in enumerate(self.header):
-            table.add_column(name, justify="right" if number else "left", no_wrap=number == 0)
+            table.add_column(escape(name), justify="right" if number else "left", no_wrap=number == 0)
         for cells in self.lines():
-            table.add_row(*cells, style="dim" if cells[0].startswith(" ") else None)
+            table.add_row(*map(escape, cells), style="dim" if cells[0].startswith(" ") else None)
         return table
 
     def markdown(self) -> str:
         """The same table as Markdown, with the sources of the published numbers below."""
         sources = {one.source for row in self.rows if (one := self.suite.published_row(row.name)) is not None}
         notes = [f"Published, {name}: {self.suite.sources[name]}" for name in sorted(sources)]
-        return markdown_table(self.header, self.lines()) + "".join(f"\n{note}" for note in notes) + "\n"
+        return markdown_table(self.header, self.lines()) + "".join(f"\n{note}" for note in [*notes, *self.notes]) + "\n"
+
+    @property
+    def notes(self) -> list[str]:
+        """What went otherwise than asked, by row."""
+        return [f"{row.name}: {note}" for row in self.rows for note in row.notes]
 
     def csv(self) -> str:
         """One line per row and score, with its interval."""
@@ -86,7 +92,10 @@ class BenchResult:
 def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Cells as a Markdown table."""
     rule = ["---"] + ["---:"] * (len(header) - 1)
-    return "".join("| " + " | ".join(cell.strip() for cell in line) + " |\n" for line in (header, rule, *lines))
+    cells = [
+        [cell.strip().replace("|", "\\|").replace("<", "&lt;") for cell in line] for line in (header, rule, *lines)
+    ]
+    return "".join("| " + " | ".join(line) + " |\n" for line in cells)
 
 
 def csv_table(header: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
