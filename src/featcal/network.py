@@ -11,15 +11,31 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import Gate, State, inference
+from .errors import InputError
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
-    """`auto` is the local rank's GPU when there is one, else the CPU."""
+    """`auto` is the local rank's GPU when there is one, else the CPU.
+
+    Raises:
+        InputError: there is no such device.
+    """
     if str(device) != "auto":
-        return torch.device(device)
+        return _existing(str(device))
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
+
+
+def _existing(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"device '{name}': torch knows no such device; write auto, cpu, cuda or cuda:N") from None
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise InputError(f"device '{name}': torch sees {count or 'no'} CUDA GPUs here; write auto or cpu")
+    return device
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -10,10 +10,25 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import InputError, nearest
+from ..merging import get_merger
 from ..recipe import Recipe, make_recipe
 from ..settings import PRESETS
 from ..strict_yaml import dotted, parse_yaml
-from .schema import Data, Own, PublishedFile, PublishedStudies, Strict, Suite, SuiteFile, Task, Variant, ZeroShot
+from .schema import (
+    FIXED_ROWS,
+    METRICS,
+    Data,
+    Own,
+    PublishedFile,
+    PublishedStudies,
+    Strict,
+    Suite,
+    SuiteFile,
+    Task,
+    Variant,
+    ZeroShot,
+    changed,
+)
 
 _PACKAGE = resources.files("featcal.suites") / "files"
 
@@ -77,7 +92,11 @@ def _index() -> dict[str, tuple[str, str, str]]:
 
 
 def _only_suite(path: Path, variant: str | None) -> Suite:
-    file = _validated(SuiteFile, path.read_text(encoding="utf-8"), path.name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not UTF-8 text") from None
+    file = _validated(SuiteFile, text, path.name)
     if len(file.sizes) != 1 or len(file.lists) > 1:
         raise InputError(f"{path.name}: a file of your own holds one suite: one size, at most one list")
     size, list_name = next(iter(file.sizes)), next(iter(file.lists), "")
@@ -126,10 +145,15 @@ def _resolve(
     preset = variant.preset or size.preset or file.preset
     if preset is not None and preset not in PRESETS:
         raise InputError(f"suite '{name}': unknown preset '{preset}'{nearest(preset, PRESETS)}")
+    for upstream, spec in file.upstreams.items():
+        try:
+            get_merger(str(spec["method"]), {key: value for key, value in spec.items() if key != "method"})
+        except InputError as error:
+            raise InputError(f"suite '{name}', upstream '{upstream}': {error}") from None
     tasks = {}
     for task_name in file.lists.get(list_name) or file.tasks:
         task = file.tasks[task_name]
-        data = Data.model_validate(task.data.model_dump() | variant.data.get(task_name, {}))
+        data = changed(task.data, variant.data.get(task_name, {}), task_name)
         expert = task.expert or pattern.format(task=task_name)
         tasks[task_name] = _complete(file, task_name, task).model_copy(update={"data": data, "expert": expert})
     return Suite(
@@ -141,12 +165,17 @@ def _resolve(
         base=size.base,
         tasks=tasks,
         upstreams=file.upstreams,
-        evaluation=file.evaluation.model_validate(file.evaluation.model_dump() | variant.evaluation),
-        calibration=file.calibration.model_validate(file.calibration.model_dump() | variant.calibration),
+        evaluation=changed(file.evaluation, variant.evaluation, name),
+        calibration=changed(file.calibration, variant.calibration, name),
         benchmarks=file.benchmarks,
         references=file.references.get(name, {}),
         build=file.build,
-        published=numbers.published.get(name, ()),
+        published=tuple(
+            row
+            for row in numbers.published.get(name, ())
+            # A variant with experts of its own has nothing but the base in common with the suite.
+            if not variant.expert or row.variant == variant_name or row.row == FIXED_ROWS[0]
+        ),
         studies=numbers.studies.get(name, PublishedStudies()),
         sources=numbers.sources,
     )
@@ -164,8 +193,7 @@ def _variant(file: SuiteFile, name: str, variant: str | None) -> Variant:
 
 def _complete(file: SuiteFile, name: str, task: Task) -> Task:
     """The task with its metric and head, by the file's defaults and its family."""
-    by_family = {"image": "accuracy", "text": "accuracy", "text-to-text": "exact_match", "causal": "perplexity"}
-    metric = task.metric or file.metric or by_family[file.family]
+    metric = task.metric or file.metric or METRICS[file.family][0]
     head = task.head or file.head
     if metric == "accuracy":
         head = head or Own(kind="classifier")

@@ -391,19 +391,8 @@ def open_session(
 
 def _fingerprint(suite: Suite, options: Options, stand_in: bool, mirror: Path | None) -> dict[str, Any]:
     """What all rows of a folder have in common: the options, and all that the suite's file says."""
-    about = {
-        "name",
-        "title",
-        "variant",
-        "preset",
-        "tasks",
-        "benchmarks",
-        "upstreams",
-        "published",
-        "studies",
-        "sources",
-    }
-    said = suite.model_dump(mode="json", exclude=about)
+    named = {"name", "variant", "preset", "tasks", "benchmarks", "upstreams"}
+    said = suite.model_dump(mode="json", exclude={*named, "title", "published", "studies", "sources"})
     return {
         "suite": suite.name,
         "variant": suite.variant,

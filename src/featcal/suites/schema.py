@@ -9,18 +9,55 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ..errors import nearest
 from ..recipe import Text
+from ..templates import template_columns
 
 Family = Literal["image", "text", "text-to-text", "causal"]
 MetricName = Literal["accuracy", "exact_match", "spearman", "perplexity"]
+
+METRICS: dict[Family, tuple[MetricName, ...]] = {
+    "image": ("accuracy",),
+    "text": ("accuracy",),
+    "text-to-text": ("exact_match", "spearman"),
+    "causal": ("perplexity",),
+}
+"""What the tasks of a family can be scored by; the first is the default."""
+
+FIXED_ROWS = ("pre-trained", "experts")
+"""Rows of every table that are no upstream's."""
 
 
 class Strict(BaseModel):
     """Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def only(pattern: str, *fields: str) -> None:
+    """Refuse a pattern with fields other than these."""
+    for name in template_columns(pattern):
+        if name not in fields:
+            raise ValueError(f"'{{{name}}}' stands for nothing here; known: {', '.join(f'{{{f}}}' for f in fields)}")
+
+
+def changed(part: Any, changes: Mapping[str, Any], where: str) -> Any:
+    """A part of a suite with a variant's changes.
+
+    Raises:
+        ValueError: an unknown key or a bad value, in one sentence.
+    """
+    kind = type(part)
+    try:
+        return kind.model_validate(part.model_dump() | dict(changes))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        known = kind.model_fields
+        what = f"unknown key{nearest(key, known)}" if key not in known else first["msg"].lower()
+        raise ValueError(f"{where}: {key}: {what}") from None
 
 
 class Data(Strict):
@@ -67,6 +104,11 @@ class PromptIf(Strict):
     column: Text
     text: Text
 
+    @model_validator(mode="after")
+    def _plain_template(self) -> PromptIf:
+        template_columns(self.text)
+        return self
+
 
 class Task(Strict):
     """One task: its data, how it is put to the model, and how the answer is scored."""
@@ -79,6 +121,12 @@ class Task(Strict):
     prompt_if: PromptIf | None = None
     response: Text | None = Field(default=None, description="template of a causal LM's response (or of its whole text)")
     words: tuple[Text, ...] | None = Field(default=None, description="text-to-text answers by label")
+
+    @model_validator(mode="after")
+    def _plain_templates(self) -> Task:
+        for template in (self.prompt, self.response):
+            template_columns(template or "")
+        return self
 
 
 class Evaluation(Strict):
@@ -120,6 +168,11 @@ class Size(Strict):
     expert: Text
     preset: Text | None = None
 
+    @model_validator(mode="after")
+    def _plain_pattern(self) -> Size:
+        only(self.expert, "task")
+        return self
+
 
 class Variant(Strict):
     """What one variant of some suites changes."""
@@ -130,6 +183,11 @@ class Variant(Strict):
     evaluation: dict[str, Any] = {}
     calibration: dict[str, Any] = {}
     data: dict[str, dict[str, Any]] = Field(default={}, description="by task")
+
+    @model_validator(mode="after")
+    def _plain_pattern(self) -> Variant:
+        only(self.expert or "", "task")
+        return self
 
 
 class Published(Strict):
@@ -223,6 +281,33 @@ class SuiteFile(Strict):
             unknown = [task for task in variant.data if task not in self.tasks]
             if unknown:
                 raise ValueError(f"variant '{name}' changes the data of '{unknown[0]}', which is not a task")
+        return self
+
+    @model_validator(mode="after")
+    def _possible(self) -> SuiteFile:
+        for pattern in (self.name, self.title):
+            only(pattern, "size", "list")
+        for name, task in self.tasks.items():
+            metric = task.metric or self.metric or METRICS[self.family][0]
+            if metric not in METRICS[self.family]:
+                known = ", ".join(METRICS[self.family])
+                raise ValueError(f"task '{name}': a {self.family} task is scored by {known}, not by {metric}")
+        for name, variant in self.variants.items():
+            changed(self.evaluation, variant.evaluation, f"variant '{name}', evaluation")
+            changed(self.calibration, variant.calibration, f"variant '{name}', calibration")
+            for task_name, changes in variant.data.items():
+                changed(self.tasks[task_name].data, changes, f"variant '{name}', data of '{task_name}'")
+        return self
+
+    @model_validator(mode="after")
+    def _distinct_rows(self) -> SuiteFile:
+        for name, spec in self.upstreams.items():
+            if "method" not in spec:
+                raise ValueError(f"upstream '{name}' names no method")
+        references = {name for own in self.references.values() for name in own}
+        for name in (*self.upstreams, *references):
+            if name in FIXED_ROWS or (name in self.upstreams and name in references):
+                raise ValueError(f"'{name}' is the name of two rows of the table")
         return self
 
 

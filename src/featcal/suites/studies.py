@@ -153,9 +153,7 @@ class _Study:
         for task in self.session.suite.tasks:
             size = len(self.session.materials.rows(task, test=False))
             if size < max(counts):
-                raise InputError(
-                    f"--counts {max(counts)}: task '{task}' has {size} training rows; name at most so many"
-                )
+                raise InputError(f"--counts {max(counts)}: task '{task}' has only {size} training rows")
         base = self.mean(self.start())
         rows: list[Row] = []
         curves: dict[str, list[list[float]]] = {}

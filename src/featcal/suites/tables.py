@@ -92,10 +92,11 @@ class BenchResult:
 def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Cells as a Markdown table."""
     rule = ["---"] + ["---:"] * (len(header) - 1)
-    cells = [
-        [cell.strip().replace("|", "\\|").replace("<", "&lt;") for cell in line] for line in (header, rule, *lines)
-    ]
-    return "".join("| " + " | ".join(line) + " |\n" for line in cells)
+    return "".join("| " + " | ".join(map(_cell, line)) + " |\n" for line in (header, rule, *lines))
+
+
+def _cell(text: str) -> str:
+    return text.strip().replace("|", "\\|").replace("<", "&lt;")
 
 
 def csv_table(header: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
