@@ -15,9 +15,8 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import accuracy_score
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
-from transformers import CLIPImageProcessor, PreTrainedTokenizerFast
+from transformers import CLIPImageProcessor
 
 import featcal.evaluate.recipe
 from featcal.blocks import inference
@@ -52,21 +51,8 @@ from featcal.evaluate.harness import HarnessTask, is_installed
 from featcal.evaluate.tasks import RecipeTasks
 from featcal.recipe import DataSpec, load_recipe
 from featcal.report import parse_scores
-from pico import PAD, family_setup, make, perturbed
-
-_LETTERS = ["1", "2", "3", "4", "5", ".", "0", "Q", ":"]
-WORDS = ["yes", "no", "maybe", "the", "cat", "sat", "on", "a", "mat", *_LETTERS, "is", "it", "true", "acceptable"]
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Words of `WORDS` as ids 4 and up; every text ends in id 2, as T5's do."""
-    vocab = {"<s>": 0, "<pad>": PAD, "</s>": 2, "<unk>": 3} | {word: i + 4 for i, word in enumerate(WORDS)}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
-    )
+from pico import family_setup, make, perturbed
+from words import WORDS, tokenizer
 
 
 def pictures(count: int, seed: int = 0) -> list[Image.Image]:

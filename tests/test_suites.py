@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from datasets import load_from_disk
+from datasets import Dataset, DatasetDict, load_from_disk
 from torch import Tensor
 
 from featcal.errors import InputError
-from featcal.evaluate import class_names
+from featcal.evaluate import Score, class_names
 from featcal.evaluate.classes import known_classes
 from featcal.evaluate.scorers import Generation
 from featcal.settings import PRESETS
@@ -26,6 +27,9 @@ from featcal.suites.materials import Materials, Mirror, pick_tasks, shift
 from featcal.suites.meter import Meter, tree_rss
 from featcal.suites.results import Row, Store
 from featcal.suites.stand_in import build_stand_in
+from featcal.writer import locked
+from pico import family_setup
+from words import WORDS, tokenizer
 
 TA8 = ["sun397", "stanford-cars", "resisc45", "eurosat", "svhn", "gtsrb", "mnist", "dtd"]
 TALL14 = [*TA8, "oxford_flowers102", "pcam", "fer2013", "oxford-iiit-pet", "stl10", "cifar100"]
@@ -636,8 +640,6 @@ def test_the_meter_sees_time_and_memory():
 
 
 def test_the_store_keeps_rows_and_refuses_other_jobs(tmp_path: Path):
-    from featcal.evaluate import Score
-
     store = Store(tmp_path, {"suite": "a", "limit": None})
     row = Row("x + y", {"t": {"accuracy": Score("accuracy", 50.0, 4, 40.0, 60.0)}}, {"merge": 1.0}, {"n": 3}, ["note"])
     store.put(row)
@@ -646,6 +648,193 @@ def test_the_store_keeps_rows_and_refuses_other_jobs(tmp_path: Path):
     assert (row.value("t"), row.average(("t",)), row.average(("t", "u"))) == (50.0, 50.0, None)
     with pytest.raises(InputError, match="holds results with suite='a', not 'b'"):
         Store(tmp_path, {"suite": "b", "limit": None})
+
+
+@pytest.mark.parametrize("content", ["", "{", "null", "[]", '{"name": "x"}', '{"name": "x", "scores": {"t": "high"}}'])
+def test_a_damaged_row_is_made_again(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture):
+    store = Store(tmp_path, {"suite": "a"})
+    store.put(Row("x", {"t": {"accuracy": Score("accuracy", 50.0, 4, 40.0, 60.0)}}))
+    assert store.get("x", ["t"]) is not None
+    assert store.get("x", ["t", "u"]) is None, "a score is missing"
+    (tmp_path / "rows" / "x.json").write_text(content)
+    assert store.get("x", ["t"]) is None and "it is made again" in caplog.text
+    (tmp_path / "bench.json").write_text(content or "{")
+    if content != "null":
+        with pytest.raises(InputError, match=r"bench.json is damaged|holds results with suite=None"):
+            Store(tmp_path, {"suite": "a"})
+
+
+# ---- suites of one's own
+
+
+SUITE = """
+name: mine
+title: Mine
+family: text
+sizes: {only: {base: ./base, expert: "./{task}"}}
+data_defaults: {text: [text], label: [label]}
+head: {kind: classifier}
+tasks:
+  task0: {data: {id: ./data/task0}}
+  task1: {data: {id: ./data/task1}}
+evaluation: {max_length: 8}
+calibration: {samples: 6, batch_size: 3, max_length: 8}
+upstreams:
+  average: {method: average}
+  big: {method: task_arithmetic, scale: 3.0}
+variants: {short: {evaluation: {max_length: 2}}}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A suite file of one's own on pico BERTs, in the working directory."""
+    setup = family_setup("bert")
+    for name, model in {"base": setup.base, **setup.experts}.items():
+        model.save_pretrained(tmp_path / name)  # type: ignore[operator]
+        tokenizer().save_pretrained(tmp_path / name)
+    rows = [{"text": f"{WORDS[i % 20]} {WORDS[i // 20]}", "label": i % 2} for i in range(30)]
+    for task in setup.experts:
+        splits = {"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[10:])}
+        DatasetDict(splits).save_to_disk(tmp_path / "data" / task)
+    (tmp_path / "mine.yaml").write_text(SUITE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "mine.yaml"
+
+
+QUICK = Options(device="cpu", resamples=10, progress=False)
+
+
+def test_a_folder_of_results_belongs_to_all_that_the_suite_says(mine: Path):
+    first = bench(str(mine), "out", methods=["featcal"], options=QUICK)
+    assert [row.name for row in first.rows][2:] == ["average", "average + featcal", "big", "big + featcal"]
+    assert bench(str(mine), "out", methods=[], options=QUICK).row("big").scores == first.row("big").scores
+    for old, new, what in (
+        ("scale: 3.0", "scale: 0.3", "the suite's upstream big"),
+        ("base: ./base", "base: ./task0", "the suite's base"),
+        ("id: ./data/task0", "id: ./data/task1", "the suite's task task0"),
+        ("{max_length: 8}", "{max_length: 7}", "the suite's evaluation"),
+    ):
+        mine.write_text(SUITE.replace(old, new))
+        with pytest.raises(InputError, match=f"out holds results with {what}="):
+            bench(str(mine), "out", methods=[], options=QUICK)
+    mine.write_text(SUITE)
+    (mine.parent / "mirror").mkdir()
+    with pytest.raises(InputError, match="out holds results with mirror=None"):
+        bench(str(mine), "out", mirror="mirror", options=QUICK)
+    (mine.parent / "out" / "bench.json").unlink()
+    with pytest.raises(InputError, match=r"out is not empty and holds no bench.json"):
+        bench(str(mine), "out", options=QUICK)
+    with pytest.raises(InputError, match=r"base is not empty and holds no bench.json"):
+        bench(str(mine), "base", options=QUICK)
+    assert not (mine.parent / "base" / "rows").exists()
+
+
+def test_studies_of_two_mergers_in_one_folder(mine: Path):
+    def points(folder: str, upstream: str) -> list[list[str]]:
+        made = study("samples", str(mine), folder, upstream=upstream, methods=["featcal"], counts=[2, 4], seeds=[1, 2],
+                     options=QUICK)  # fmt: skip
+        return made.lines
+
+    together = points("out", "average"), points("out", "big")
+    assert together == (points("a", "average"), points("b", "big"))
+    names = {json.loads(file.read_text())["name"] for file in (mine.parent / "out" / "rows").iterdir()}
+    assert {f"samples {u} featcal n={n} seed={s}" for u in ("average", "big") for n in (2, 4) for s in (1, 2)} < names
+
+
+def test_samples_that_are_not_there_are_refused_or_said(mine: Path, caplog: pytest.LogCaptureFixture):
+    for wrong in ({"counts": [0, 4]}, {"counts": [4, 4]}, {"seeds": [1, 1]}, {"counts": []}):
+        with pytest.raises(InputError, match="expected different whole numbers, counts from 1"):
+            study("samples", str(mine), "a", upstream="average", methods=["featcal"], options=QUICK, **wrong)  # type: ignore[arg-type]
+    assert not (mine.parent / "a").exists(), "a refused run leaves nothing"
+    with pytest.raises(InputError, match="--counts 31: task 'task0' has only 30 training rows"):
+        study("samples", str(mine), "a", upstream="average", methods=["featcal"], counts=[4, 31], options=QUICK)
+    many = replace(QUICK, samples=100)
+    row = bench(str(mine), "b", upstreams=["average"], methods=["featcal"], options=many).row("average + featcal")
+    assert row.notes[:2] == ["task0: 30 samples instead of 100", "task1: 30 samples instead of 100"]
+    assert "task0: 30 samples instead of 100, its data has no more" in caplog.text
+    assert "average + featcal: task0: 30 samples instead of 100" in (mine.parent / "b" / "table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"options": replace(QUICK, settings={"samples": 4})}, "--set samples: it is set by --samples"),
+        ({"options": replace(QUICK, settings={"max_length": 4})}, "--set max_length: it is set by `calibration:`"),
+        ({"options": replace(QUICK, settings={"alpha": "abc"})}, "alpha"),
+        ({"options": replace(QUICK, device="foo")}, "device 'foo': torch knows no such device"),
+        ({"tasks": []}, "--tasks: name at least one of task0, task1"),
+        ({"methods": ["featcl"]}, "unknown method 'featcl'"),
+        ({"upstreams": ["averag"]}, "has no upstream 'averag'"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_the_folder_is_touched(mine: Path, how: dict[str, Any], message: str):
+    with pytest.raises(InputError, match=message):
+        bench(str(mine), "out", **{"options": QUICK, **how})
+    assert not (mine.parent / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("  average: {method", "  experts: {method", "'experts' is the name of two rows of the table"),
+        ("{method: average}", "{methd: average}", "upstream 'average' names no method"),
+        ("{method: average}", "{method: avrage}", "suite 'mine', upstream 'average': .*avrage"),
+        ("{method: average}", "{method: average, scal: 2}", "suite 'mine', upstream 'average': .*scal"),
+        ("./{task}", "./{taks}", r"'\{taks\}' stands for nothing here; known: \{task\}"),
+        ("title: Mine", "title: '{x}'", r"'\{x\}' stands for nothing here; known: \{size\}, \{list\}"),
+        (
+            "{max_length: 2}",
+            "{max_lenth: 2}",
+            "variant 'short', evaluation: max_lenth: unknown key; did you mean",
+        ),
+        ("{max_length: 2}", "{max_length: 0}", "variant 'short', evaluation: max_length: input should be greater"),
+        ("id: ./data/task0}}", "id: ./data/task0}, metric: spearman}", "a text task is scored by accuracy, not by spe"),
+        ("id: ./data/task0}}", "id: ./data/task0}, prompt: '{text!r:>9999}'}", "is not a column; write"),
+        ("id: ./data/task0}}", "id: ./data/task0}, prompt: '{text.__class__}'}", "is not a column; write"),
+    ],
+)
+def test_a_suite_file_that_cannot_work_is_refused_when_it_is_read(mine: Path, old: str, new: str, message: str):
+    assert old in SUITE
+    mine.write_text(SUITE.replace(old, new))
+    with pytest.raises(InputError, match=message) as refused:
+        load_suite(str(mine))
+    assert len(str(refused.value).splitlines()) == 1
+    mine.write_bytes(b"\xff\xfe" + SUITE.encode())
+    with pytest.raises(InputError, match=r"mine.yaml is not UTF-8 text"):
+        load_suite(str(mine))
+
+
+def test_two_runs_do_not_share_a_folder_and_a_broken_merge_is_made_again(mine: Path, caplog: pytest.LogCaptureFixture):
+    with locked(mine.parent / "out"), pytest.raises(InputError, match="another run is working on out"):
+        bench(str(mine), "out", options=QUICK)
+    first = bench(str(mine), "out", upstreams=["average"], methods=[], options=QUICK)
+    (mine.parent / "out" / "models" / "average" / "model.safetensors").unlink()
+    (mine.parent / "out" / "models" / ".average.part").mkdir()
+    (mine.parent / "out" / "rows" / "average.json").unlink()
+    again = bench(str(mine), "out", upstreams=["average"], methods=[], options=QUICK)
+    assert again.row("average").scores == first.row("average").scores
+    assert "models/average cannot be loaded" in caplog.text and "it is merged again" in caplog.text
+
+
+def test_names_may_hold_markup(mine: Path):
+    mine.write_text(SUITE.replace("  big: {", "  '[/red]a|b<i>': {"))
+    ran = run_command(str(mine), "-o", "out", "--methods", "none", "--device", "cpu", "--no-progress")
+    assert ran.exit_code == 0, ran.output
+    assert "[/red]a|b<i>" in ran.output
+    assert "[/red]a\\|b&lt;i>" in (mine.parent / "out" / "table.md").read_text()
+
+
+def test_published_numbers_are_only_those_of_the_same_models():
+    whole = load_suite("clip-vit-b32-ta8")
+    assert whole.published_scores("task_arithmetic")["dtd"] > 0
+    part = pick_tasks(whole, ["mnist", "dtd"])
+    assert part.published_scores("task_arithmetic") == {}, "a merge of eight is not one of two"
+    assert set(part.published_scores("experts")) == {"mnist", "dtd"}
+    assert load_suite("flan-t5-base-glue").published_scores("task_arithmetic + featcal")
+    lora = load_suite("flan-t5-base-glue", "lora")
+    assert lora.published_scores("task_arithmetic + featcal") == {}, "published for full fine-tunes"
+    assert lora.published_scores("pre-trained") == load_suite("flan-t5-base-glue").published_scores("pre-trained")
 
 
 # ---- command line
@@ -801,7 +990,7 @@ def test_a_suite_of_ones_own_runs_on_local_folders(tmp_path: Path, monkeypatch: 
     from datasets import Dataset, DatasetDict
 
     from pico import family_setup
-    from test_evaluate import WORDS, tokenizer
+    from words import WORDS, tokenizer
 
     setup = family_setup("bert")
     for name, model in {"base": setup.base, **setup.experts}.items():
