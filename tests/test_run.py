@@ -181,6 +181,26 @@ def test_big_embeddings_and_heads_stay_in_their_file(tmp_path: Path, monkeypatch
         assert folders.hashes(tmp_path / family / "lazy") == folders.hashes(tmp_path / family / "resident")
 
 
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_big_embeddings_under_other_names_in_their_file(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expert's file without the prefix of the merged model's names (older releases, bare models)."""
+    recipe = folders.make_job(tmp_path, family)
+    run(recipe, tmp_path / "plain", progress=False)
+    known = {"bert": "bert.", "llama": "model."}[family]
+    before = folders.weights(tmp_path / "task0")
+
+    def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name.removeprefix(known): value for name, value in tensors.items()}
+
+    assert renamed(before).keys() != before.keys()
+    rewrite(tmp_path / "task0", renamed)
+    monkeypatch.setattr("featcal.skeleton.BIG", 1)
+    run(recipe, tmp_path / "out", progress=False)
+    assert folders.hashes(tmp_path / "out") == folders.hashes(tmp_path / "plain")
+
+
 def rewrite(folder: Path, change: Any, **config: Any) -> None:
     """Change the tensors and the config of a saved model."""
     path = folder / "model.safetensors"

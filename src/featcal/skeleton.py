@@ -106,17 +106,15 @@ class DiskNetwork(Network):
         lazy: dict[str, Callable[..., Tensor]] = {}
         outside = set(self._outside)
         for name, module in self.model.named_modules():
-            key = self.keymap.key(f"{name}.weight")
-            if (
-                key is None
-                or f"{name}.weight" not in outside
-                or self.model.get_parameter(f"{name}.weight").numel() < BIG
-            ):
+            weight = f"{name}.weight"
+            if weight not in outside or self.keymap.key(weight) is None:
+                continue
+            if self.model.get_parameter(weight).numel() < BIG:
                 continue
             if type(module) is nn.Embedding and module.max_norm is None:
-                lazy[name] = partial(self._look_up, key)
+                lazy[name] = partial(self._look_up, weight)
             elif type(module) is nn.Linear and module.bias is None:
-                lazy[name] = partial(self._multiply, key)
+                lazy[name] = partial(self._multiply, weight)
         return lazy
 
     def _look_up(self, weight: str, ids: Tensor) -> Tensor:
