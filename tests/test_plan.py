@@ -378,7 +378,7 @@ def test_the_peak_of_a_process_is_its_own(tmp_path: Path) -> None:
     process.start()
     process.join()
     peak, now = json.loads((tmp_path / "result").read_text())
-    assert 0 <= peak - now < ballast.nbytes / 2
+    assert abs(peak - now) < ballast.nbytes / 2  # the kernel counts both in batches of pages, the peak may lag
 
 
 SIZES = {

@@ -19,6 +19,7 @@ import folders
 import pico
 from featcal.api import Result, calibrate
 from featcal.errors import InputError
+from featcal.network import compute_dtype
 from featcal.plan import prepare
 from featcal.recipe import load_recipe
 from featcal.run import run
@@ -207,6 +208,58 @@ def rewrite(folder: Path, change: Any, **config: Any) -> None:
     save_file(change(dict(load_file(path))), path, metadata={"format": "pt"})
     settings = json.loads((folder / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
+
+
+def test_matrices_in_bfloat16_beside_biases_and_norms_in_float32(tmp_path: Path) -> None:
+    """Every new parameter is rounded to its own dtype in the file, not to another's."""
+    recipe = folders.make_job(tmp_path, "bert", norm="on")
+
+    def mixed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: t.bfloat16() if t.dim() > 1 else t for name, t in tensors.items()}
+
+    rewrite(tmp_path / "merged", lambda tensors: {name: t.float() for name, t in mixed(tensors).items()})
+    run(recipe, tmp_path / "wide", progress=False)
+    rewrite(tmp_path / "merged", mixed)
+    run(recipe, tmp_path / "out", progress=False)
+    merged, wide, out = (folders.weights(tmp_path / name) for name in ("merged", "wide", "out"))
+    assert {name: t.dtype for name, t in out.items()} == {name: t.dtype for name, t in merged.items()}
+    first = [name for name in out if ".layer.0." in name and not torch.equal(wide[name], merged[name].float())]
+    assert {name.rpartition(".")[2] for name in first if "LayerNorm" in name} == {"weight", "bias"}
+    for name in first:
+        if out[name].dim() > 1 or "LayerNorm" in name:  # a bias answers to its weight as rounded
+            assert torch.equal(out[name], wide[name].to(out[name].dtype)), name
+        else:
+            torch.testing.assert_close(out[name], wide[name], rtol=0, atol=2e-2)
+            assert not torch.equal(out[name], out[name].bfloat16().float()), name
+
+
+def test_an_expert_in_a_wider_dtype(tmp_path: Path) -> None:
+    """All models compute in one dtype: an expert's states are read by the merged model too, for the drift."""
+    recipe = folders.make_job(tmp_path, norm="on")
+    plain = run(recipe, tmp_path / "plain", progress=False)
+    rewrite(tmp_path / "task0", lambda tensors: {name: t.double() for name, t in tensors.items()})
+    wide = run(recipe, tmp_path / "out", progress=False)
+    for name, value in folders.weights(tmp_path / "plain").items():
+        torch.testing.assert_close(folders.weights(tmp_path / "out")[name], value, rtol=0, atol=1e-5)
+    drifts = [[block["after"] for block in one.report["tasks"][0]["drift"]] for one in (plain, wide)]
+    assert drifts[0] == pytest.approx(drifts[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("stored", "cpu", "cuda"),
+    [
+        (["bfloat16", "bfloat16"], "float32", "bfloat16"),
+        (["bfloat16", "float16"], "float32", "float32"),
+        (["bfloat16", "float32", "int64"], "float32", "float32"),
+        (["float32", "float64"], "float64", "float64"),
+        (["float8_e4m3fn", "float16"], "float32", "float16"),
+        (["int8"], "float32", "float32"),
+    ],
+)
+def test_one_dtype_holds_what_all_models_store(stored: list[str], cpu: str, cuda: str) -> None:
+    dtypes = [getattr(torch, name) for name in stored]
+    assert compute_dtype(dtypes, torch.device("cpu")) == getattr(torch, cpu)
+    assert compute_dtype(dtypes, torch.device("cuda")) == getattr(torch, cuda)
 
 
 def test_an_expert_with_64_more_tokens(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from .blocks import batch_size, cut, find_blocks
 from .calibrate import calibrate as run_job
 from .errors import InputError, nearest
 from .log import progress_bar
-from .network import Network, pick_device
+from .network import Network, common_dtype, pick_device
 from .settings import Calibration, make_settings
 from .states import Config, ModelOrState, as_models
 from .stream import MODEL_ERRORS
@@ -143,15 +143,17 @@ def open_bench(
     infos, stem = survey(merged, next(iter(learn.values()))[0], blocks, settings, device)
     order = [info.name for info in infos]
     check_experts(base, experts, order)
+    dtype = common_dtype([merged, base, *experts.values()], device)
     opened: dict[int, Network] = {}
     networks = {}
     for task, expert in experts.items():
         if id(expert) not in opened:
-            own = Network(f"expert '{task}'", expert, order, device, stem)
+            own = Network(f"expert '{task}'", expert, order, device, stem, dtype)
             opened[id(expert)] = stack.enter_context(own.open())
         networks[task] = opened[id(expert)]
-    network = stack.enter_context(Network("the merged model", merged, order, device, stem).open())
-    return Bench(infos, network, Network("the base", base, order, device), networks, learn, held_out)
+    network = stack.enter_context(Network("the merged model", merged, order, device, stem, dtype).open())
+    start = Network("the base", base, order, device, dtype=dtype)
+    return Bench(infos, network, start, networks, learn, held_out)
 
 
 def survey(

@@ -194,6 +194,7 @@ def estimate(
     learn: Batches,
     held_out: Batches,
     device: torch.device,
+    dtype: torch.dtype,
     settings: Calibration,
     *,
     side_files: int = 0,
@@ -203,9 +204,10 @@ def estimate(
     Args:
         seen: the survey of that model.
         learn, held_out: batches by task.
+        dtype: what all models compute in.
         side_files: bytes of the files that are copied along.
     """
-    size = 4 if device.type == "cpu" else 2
+    size = dtype.itemsize
     state, apart = (
         sum(seen.state_bytes(batch, size) for own in part.values() for batch in own) for part in (learn, held_out)
     )

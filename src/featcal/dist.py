@@ -60,8 +60,8 @@ class Comm:
     def reduce(self, sums: GroupSums, owner: int) -> None:
         """Sum over all processes, onto the owner."""
 
-    def gather_parts(self, parts: Mapping[str, NormPart]) -> list[NormPart]:
-        """Every task's share in a norm, in the order of the tasks, on every process."""
+    def gather_parts(self, parts: Mapping[str, NormPart], device: torch.device) -> list[NormPart]:
+        """Every task's share in a norm, in the order of the tasks, on every process's own `device`."""
         return list(parts.values())
 
     def share(self, tensors: dict[str, Tensor], device: torch.device, owner: int = 0) -> dict[str, Tensor]:
@@ -152,12 +152,11 @@ class Ranks(Comm):
         sums.floor = {name: float(total[2 + i]) for i, name in enumerate(names)}
         sums.broken = [t for i, t in enumerate(self._tasks) if total[2 + len(names) + i] > 0]
 
-    def gather_parts(self, parts: Mapping[str, NormPart]) -> list[NormPart]:
-        device = next((p.mean_C.device for p in parts.values()), None)
+    def gather_parts(self, parts: Mapping[str, NormPart], device: torch.device) -> list[NormPart]:
         merged: dict[str, NormPart] = {}
         for theirs in self.gather_objects({task: _moved(part, "cpu") for task, part in parts.items()}):
             merged |= theirs
-        return [_moved(merged[task], device or "cpu") for task in self._tasks if task in merged]
+        return [_moved(merged[task], device) for task in self._tasks if task in merged]
 
     @_guarded
     def share(self, tensors: dict[str, Tensor], device: torch.device, owner: int = 0) -> dict[str, Tensor]:

@@ -21,9 +21,10 @@ from .data import Batches, ModelInput, Samples, check_vocab, find_processor, loa
 from .errors import InputError
 from .merging import merger_from
 from .names import KeyMap, model_class, skeleton, untie
-from .network import pick_device
+from .network import compute_dtype, pick_device
 from .reader import Checkpoint, open_checkpoint
 from .recipe import MergeSpec, Recipe
+from .skeleton import DiskNetwork
 from .survey import Survey, survey
 from .targets import BlockInfo, unit_modules
 from .writer import side_files
@@ -85,6 +86,16 @@ class Plan:
     @property
     def order(self) -> list[str]:
         return [info.name for info in self.blocks]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that all models of the job compute in."""
+        maps = [model.keymap for model in (self.merged, self.base, *self.experts.values()) if model is not None]
+        return compute_dtype([m.dtype(name) for m in maps for name in m.parameters if name in m], self.device)
+
+    def network(self, model: Model) -> DiskNetwork:
+        """One of the models (or another of their kind) as a network of this job, its weights on disk."""
+        return DiskNetwork(model.label, model.keymap, self.order, self.device, self.stem, self.dtype)
 
 
 def prepare(
@@ -349,6 +360,7 @@ def _cost(plan: Plan, seen: Survey) -> Cost:
         {task: data.learn.batches for task, data in plan.tasks.items()},
         {task: data.held_out.batches for task, data in plan.tasks.items()},
         plan.device,
+        plan.dtype,
         plan.recipe.calibration,
         side_files=folder_bytes(folder, side_files(folder).copied),
     )

@@ -28,12 +28,11 @@ from .journal import Journal, difference
 from .log import progress_bar
 from .merging.folder import merge_first
 from .output import REPORT, Desk, environment, hold, merge_folder, open_desk, peak_memory, scratch, write_model
-from .plan import Model, Plan, adopt, prepare
+from .plan import Plan, adopt, prepare
 from .recipe import MergeSpec, Recipe, load_recipe, recipe_to_yaml
 from .report.build import make_report, write_report_json
 from .report.page import write_report
 from .settings import Calibration
-from .skeleton import DiskNetwork
 from .student import Student
 from .targets import BlockInfo, unit_modules
 from .tune import Tuning, tune
@@ -150,16 +149,11 @@ def open_bench(plan: Plan, comm: Comm, stack: ExitStack, spill: Path | None) -> 
     """The plan's networks, open until `stack` closes, and its batches."""
     assert plan.merged is not None and plan.base is not None and plan.cost is not None
 
-    def network(model: Model) -> DiskNetwork:
-        opened = DiskNetwork(model.label, model.keymap, plan.order, plan.device, plan.stem)
-        stack.enter_context(opened.open())
-        return opened
-
     return Bench(
         blocks=plan.blocks,
-        merged=network(plan.merged),
-        base=DiskNetwork(plan.base.label, plan.base.keymap, plan.order, plan.device),
-        experts={task: network(plan.experts[task]) for task in plan.tasks},
+        merged=stack.enter_context(plan.network(plan.merged).open()),
+        base=plan.network(plan.base),
+        experts={task: stack.enter_context(plan.network(plan.experts[task]).open()) for task in plan.tasks},
         learn={task: data.learn.batches for task, data in plan.tasks.items()},
         held_out={task: data.held_out.batches for task, data in plan.tasks.items()},
         comm=comm,

@@ -18,7 +18,7 @@ from .blocks import inference
 from .errors import InputError
 from .heap import trim_heap
 from .names import KeyMap
-from .network import Network, compute_dtype
+from .network import Network, compute_dtype, resident_dtype
 
 BIG = 2**20
 """Entries from which an embedding or a head outside the blocks stays in its file."""
@@ -36,9 +36,11 @@ class DiskNetwork(Network):
         order: Sequence[str],
         device: torch.device,
         skip_stem: tuple[str, ...] = (),
+        dtype: torch.dtype | None = None,
     ):
         model = keymap.model
-        super().__init__(label, model, order, device, skip_stem)
+        stored = [keymap.dtype(name) for name in keymap.parameters if name in keymap]
+        super().__init__(label, model, order, device, skip_stem, dtype or compute_dtype(stored, device))
         self.keymap = keymap
         inside = tuple(f"{name}." for name in self.order)
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -76,7 +78,8 @@ class DiskNetwork(Network):
     def load(self, name: str) -> Tensor:
         """One tensor on the device in the compute dtype."""
         tensor = self.keymap.tensor(name)
-        return tensor.to(self.device, compute_dtype(tensor.dtype, self.device)).contiguous()
+        dtype = resident_dtype(tensor.dtype, self.dtype, parameter=name in self.keymap.parameters)
+        return tensor.to(self.device, dtype).contiguous()
 
     @contextmanager
     def _loaded(self, names: Sequence[str], missing_is_fine: bool = False) -> Iterator[None]:
@@ -119,7 +122,7 @@ class DiskNetwork(Network):
 
     def _look_up(self, weight: str, ids: Tensor) -> Tensor:
         rows = self.keymap.rows(weight, ids.reshape(-1).cpu())
-        rows = rows.to(self.device, compute_dtype(rows.dtype, self.device))
+        rows = rows.to(self.device, self.dtype)
         return rows.reshape(*ids.shape, rows.shape[-1])
 
     def _multiply(self, weight: str, x: Tensor) -> Tensor:

@@ -170,13 +170,14 @@ class Student:
     def _solve_group(self, group: Group) -> tuple[dict[str, Tensor], list[Record]]:
         settings = self.settings
         names = {name: f"{self._name}.{name}" for name in group.modules}
-        dtypes = {name: self.network.stored_dtype(f"{full}.weight") for name, full in names.items()}
         biased = {
             name
             for name, full in names.items()
             if settings.bias and self._linears[name].merged_bias_M is not None and settings.selects(f"{full}.bias")
         }
         modules = {name: self._linears[name] for name in group.modules}
+        changed = [f"{name}.weight" for name in modules] + [f"{name}.bias" for name in modules if name in biased]
+        dtypes = {name: self.network.stored_dtype(f"{self._name}.{name}") for name in changed}
         new, records = update_group(self._name, modules, dtypes, self._sums[group.modules[0]], settings, biased)
         for name in group.modules:
             if f"{name}.weight" in new:
@@ -189,17 +190,14 @@ class Student:
         names = [f"{norm.module}.weight"] + ([f"{norm.module}.bias"] if norm.bias else [])
         merged = _affine_of(module, norm)
         base = _affine(self._base[names[0]], self._base[names[1]] if norm.bias else None, norm)
-        dtype = self.network.stored_dtype(f"{self._name}.{names[0]}")
-        parts = self.comm.gather_parts(self._parts[norm.module])
-        gamma, beta, record = update_norm(
-            self._name, norm.module, norm.centred, merged, base, dtype, parts, self.settings
+        first, *rest = (self.network.stored_dtype(f"{self._name}.{name}") for name in names)
+        dtypes = first, (rest or [first])[0]
+        parts = self.comm.gather_parts(self._parts[norm.module], self.network.device)
+        made = update_norm(
+            self._name, norm.module, norm.centred, norm.offset, merged, base, dtypes, parts, self.settings
         )
-        new: dict[str, Tensor] = {}
-        if gamma is not None:
-            new[names[0]] = (gamma - norm.offset).to(dtype)
-        if beta is not None:
-            new[names[1]] = beta.to(dtype)
-        return new, [record]
+        new = {name: value for name, value in zip(names, made[:2], strict=False) if value is not None}
+        return new, [made[2]]
 
     @contextmanager
     def installed(self, block: nn.Module) -> Iterator[None]:

@@ -64,7 +64,8 @@ def update_group(
 ) -> tuple[dict[str, Tensor], list[Record]]:
     """New `{module}.weight` (out, in) and `{module}.bias` for the modules of one input group, and their records.
 
-    `dtypes` are those of the file: what is returned is rounded to them, and so is the weight whose objective counts.
+    `dtypes` are those of the file, by the names of what is returned: results are rounded to them, and so is the weight
+    whose objective counts.
     """
     start = time.perf_counter()
     new: dict[str, Tensor] = {}
@@ -84,14 +85,14 @@ def update_group(
             continue
         gram = (scaled, peak)
         weight = _update_weight(
-            modules[record.module], dtypes[record.module], sums, system, gram, settings.ridge, record
+            modules[record.module], dtypes[f"{record.module}.weight"], sums, system, gram, settings.ridge, record
         )
         if weight is None:
             continue
         new[f"{record.module}.weight"] = weight
         if record.module in with_bias:
             bias = _update_bias(modules[record.module], weight, sums, settings.ridge, record.module)
-            new[f"{record.module}.bias"] = bias.to(dtypes[record.module])
+            new[f"{record.module}.bias"] = bias.to(dtypes[f"{record.module}.bias"])
     seconds = (time.perf_counter() - start) / max(len(records), 1)
     for record in records:
         record.seconds = seconds
@@ -167,15 +168,20 @@ def update_norm(
     block: str,
     module: str,
     centred: bool,
+    offset: float,
     merged: tuple[Tensor, Tensor | None],
     base: tuple[Tensor, Tensor | None],
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     parts: list[NormPart],
     settings: Calibration,
 ) -> tuple[Tensor | None, Tensor | None, Record]:
-    """New effective scale and shift (each (C,), float64; None: kept) of a norm, and its record."""
+    """New weight and shift (each (C,), rounded to the file's `dtypes`; None: kept) of a norm, and its record.
+
+    `merged`, `base` and the experts' `parts` hold effective scales (weight + offset) and shifts, (C,) each.
+    """
     start = time.perf_counter()
-    record = Record(block, module, "layernorm" if centred else "rmsnorm", "kept", rows=sum(p.rows for p in parts))
+    kind = "layernorm" if centred else "rmsnorm"
+    record = Record(block, module, kind, "kept", rows=sum(p.rows for p in parts))
     mean, energy = torch.stack([p.mean_C for p in parts]), torch.stack([p.energy_C for p in parts])
     gammas = torch.stack([p.gamma_C for p in parts]).double()
     shifts = [p.beta_C for p in parts]
@@ -187,6 +193,7 @@ def update_norm(
     gamma, beta = solve.norm_affine(
         mean, energy, gammas, betas, g_merged, g_base, b_merged, b_base, settings.ridge, settings.rho
     )
+    weight, shift = (gamma - offset).to(dtypes[0]), None if beta is None else beta.to(dtypes[1])
     anchors = (
         solve.anchor(g_merged, g_base, settings.rho),
         (None if b_merged is None or b_base is None else solve.anchor(b_merged, b_base, settings.rho)),
@@ -201,12 +208,18 @@ def update_norm(
         return value
 
     record.ridge = settings.ridge
-    record.before, record.after = objective(g_merged, b_merged), objective(gamma, beta)
+    record.before = objective(g_merged, b_merged)
+    rounded = weight.double() + offset, None if shift is None else shift.double()
+    coarse = any(t is not None and t.dtype.itemsize < 4 for t in (weight, shift))
+    record.after = objective(*rounded) if coarse else objective(gamma, beta)
     record.seconds = time.perf_counter() - start
-    finite = bool(gamma.to(dtype).isfinite().all()) and (beta is None or bool(beta.to(dtype).isfinite().all()))
-    if not finite:
+    if not all(bool(t.isfinite().all()) for t in (weight, shift) if t is not None):
         record.reason = "non-finite features or solution"
         record.before = record.after = None
         return None, None, record
+    if coarse and not record.after <= record.before:
+        record.reason = f"rounding to {str(weight.dtype).removeprefix('torch.')} outweighs the gain"
+        record.after = record.before
+        return None, None, record
     record.status = "calibrated"
-    return gamma, beta, record
+    return weight, shift, record

@@ -21,7 +21,6 @@ from ..network import Network
 from ..output import RESOLVED, hold, peak_memory
 from ..plan import Model, Plan, adopt, prepare
 from ..recipe import MergeSpec, Recipe, load_recipe, recipe_to_yaml
-from ..skeleton import DiskNetwork
 from ..writer import OutputFolder, atomic_write
 from .corrected import Corrected
 from .modules import METHODS
@@ -108,15 +107,11 @@ def train_plan(plan: Plan, method: str, training: Training, *, progress: bool = 
     data = {task: own.learn.batches for task, own in plan.tasks.items()}
     head = clip_projection(plan.base, plan.merged.keymap.model)
     scores: Mapping[str, Scores] = {} if head is None else dict.fromkeys(data, head)
-    experts = {task: _network(plan, model) for task, model in plan.experts.items()}
-    merged: Network = _network(plan, plan.merged)
+    experts = {task: plan.network(model) for task, model in plan.experts.items()}
+    merged: Network = plan.network(plan.merged)
     if method == "surgery_v2":
-        merged = Network(plan.merged.label, whole_model(plan.merged), plan.order, plan.device, plan.stem)
+        merged = Network(plan.merged.label, whole_model(plan.merged), plan.order, plan.device, plan.stem, plan.dtype)
     return train(method, merged, experts, data, scores, training, progress=progress)
-
-
-def _network(plan: Plan, model: Model) -> DiskNetwork:
-    return DiskNetwork(model.label, model.keymap, plan.order, plan.device, plan.stem)
 
 
 def clip_projection(base: Model, model: nn.Module) -> ZeroShotHead | None:

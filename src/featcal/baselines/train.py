@@ -23,7 +23,7 @@ from ..drift.rows import Readout, hidden, readouts
 from ..errors import InputError, RunError, nearest
 from ..evaluate.heads import Head, OwnHead
 from ..log import progress_bar
-from ..network import Network, pick_device, to_device
+from ..network import Network, common_dtype, pick_device, to_device
 from ..targets import probe, skippable_stem
 from .features import Features, Pairs, final_rows, pair, select, token_mean
 from .modules import METHODS, Correction, DeepSurgery
@@ -122,8 +122,9 @@ def train_in_memory(
         order = [info.name for info in probe(merged, find_blocks(merged, blocks), sample, where)]
         stem = skippable_stem(merged, order, cut(sample, 1), where)
     scores = {task: head for task, head in (heads or {}).items() if not isinstance(head, OwnHead)}
-    network = Network("the merged model", merged, order, where, stem)
-    taught = {task: Network(f"expert '{task}'", expert, order, where, stem) for task, expert in experts.items()}
+    dtype = common_dtype([merged, *experts.values()], where)
+    network = Network("the merged model", merged, order, where, stem, dtype)
+    taught = {task: Network(f"expert '{task}'", expert, order, where, stem, dtype) for task, expert in experts.items()}
     return train(kind, network, taught, batches, scores, training or Training(), progress=progress)
 
 
@@ -203,7 +204,7 @@ def fit_deep(
     Samples are taken in the batches in which they come, cut to the training's batch size, in shuffled order.
     """
     trained = Trained({}, {}, {}, "")
-    whole = Network(merged.label, merged.model, [], merged.device)
+    whole = Network(merged.label, merged.model, [], merged.device, dtype=merged.dtype)
     for task, expert in experts.items():
         batches = [piece for batch in data[task] for piece in pieces(batch, training.batch_size)]
         with expert.open():

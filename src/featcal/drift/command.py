@@ -12,7 +12,6 @@ from ..errors import InputError
 from ..log import progress_bar
 from ..plan import Model, Plan, map_model, prepare
 from ..recipe import MergeSpec, Recipe, labelled, load_recipe
-from ..skeleton import DiskNetwork
 from ..writer import atomic_write
 from .outputs import Scores
 from .results import TaskDrift, to_csv, to_json
@@ -62,10 +61,10 @@ def drift(
         if not data.held_out.batches:
             plan.problems.append(f"task '{task}': no held-out samples to measure on; give its source more rows")
     plan.check()
-    networks = {label: _network(plan, model) for label, model in opened.items()}
+    networks = {label: plan.network(model) for label, model in opened.items()}
     found = walk(
         networks,
-        {task: _network(plan, plan.experts[task]) for task in plan.tasks},
+        {task: plan.network(plan.experts[task]) for task in plan.tasks},
         {task: data.held_out.batches for task, data in plan.tasks.items()},
         plan.order,
         base=networks["base"],
@@ -101,10 +100,6 @@ def _opened(plan: Plan, more: Mapping[str, str], trust: bool) -> dict[str, Model
         if model is not None:
             found[label] = model
     return found
-
-
-def _network(plan: Plan, model: Model) -> DiskNetwork:
-    return DiskNetwork(model.label, model.keymap, plan.order, plan.device, plan.stem)
 
 
 def write(found: Sequence[TaskDrift], folder: str | Path) -> None:

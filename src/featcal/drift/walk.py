@@ -17,7 +17,7 @@ from torch import nn
 from ..blocks import State, batch_size, find_blocks, stack_of
 from ..errors import InputError, nearest
 from ..log import progress_bar
-from ..network import Network, pick_device
+from ..network import Network, common_dtype, pick_device
 from ..stream import Stream
 from ..targets import probe, skippable_stem
 from .operator import block_operator
@@ -229,10 +229,11 @@ def measure(
     with Network("the model", first, [], where).open():
         order = [info.name for info in probe(first, find_blocks(first, blocks), sample, where)]
         stem = skippable_stem(first, order, pick(sample, slice(0, 1), batch_size(sample)), where)
+    dtype = common_dtype([*models.values(), *experts.values(), *([] if base is None else [base])], where)
     networks: dict[int, Network] = {}
 
     def network(label: str, model: nn.Module) -> Network:
-        return networks.setdefault(id(model), Network(label, model, order, where, stem))
+        return networks.setdefault(id(model), Network(label, model, order, where, stem, dtype))
 
     return walk(
         {label: network(f"model '{label}'", model) for label, model in models.items()},

@@ -56,7 +56,7 @@ def checkpoint_bytes(ref: str | Path, *, base: str | Path | None, device: torch.
     """About the memory that a checkpoint takes on a device, from the sizes of its files."""
     folder, _ = _parts(ref, base)
     files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
-    widened = compute_dtype(torch.bfloat16, device) != torch.bfloat16
+    widened = compute_dtype([torch.bfloat16], device) != torch.bfloat16
     return sum(file.stat().st_size for file in files) * (2 if widened else 1)
 
 

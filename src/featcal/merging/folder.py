@@ -31,7 +31,7 @@ from ..plan import Model, Plan, map_model, prepare
 from ..reader import Checkpoint, open_checkpoint
 from ..recipe import MergeSpec, Recipe
 from ..settings import make_settings
-from ..skeleton import DiskNetwork, fill_with_stand_ins
+from ..skeleton import fill_with_stand_ins
 from ..stream import Stream
 from ..version import __version__
 from ..writer import Change, OutputFolder, assemble, atomic_write, write_safetensors
@@ -223,15 +223,15 @@ class _Merge:
         average = self._average(method)
         changed: dict[str, Change] = {}
         with ExitStack() as stack:
-            merged = stack.enter_context(self._network(average).open())
+            merged = stack.enter_context(self.plan.network(average).open())
             tasks = []
             for task, expert in self.plan.experts.items():
-                own = stack.enter_context(self._network(expert).open())
+                own = stack.enter_context(self.plan.network(expert).open())
                 batches = self.plan.tasks[task].learn.batches
                 stream = Stream(merged if method.sequential else own, batches, task)
                 tasks.append(Task(task, own, stream, range(len(batches)), sum(map(batch_size, batches))))
             bar = progress_bar(method.method, enabled=self.progress)
-            base = self._network(self.base)
+            base = self.plan.network(self.base)
             for info, new in merge_blocks(method, self.plan.blocks, tasks, merged, base, bar, self.notes):
                 tensors = {}
                 for name, value in new.items():
@@ -260,9 +260,6 @@ class _Merge:
         inner = _Merge(self.plan, self.base, place, self.notes, progress=False)
         assemble(self.base.checkpoint, inner._by_tensors(Average(exclude=exclude, weights=None)), place.out)
         return map_model("the merged model", open_checkpoint(place.publish()), kind)
-
-    def _network(self, model: Model) -> DiskNetwork:
-        return DiskNetwork(model.label, model.keymap, self.plan.order, self.plan.device, self.plan.stem)
 
     def _by_predictions(self, method: ModelMerger) -> MergedTensors:
         """Whole models in memory; what the method does not change is the mean of the experts."""

@@ -15,7 +15,7 @@ from ..blocks import batch_size, call_model, cut, find_blocks
 from ..calibrate import Task
 from ..errors import InputError, nearest
 from ..log import progress_bar
-from ..network import Network, pick_device
+from ..network import Network, common_dtype, pick_device
 from ..settings import make_settings
 from ..stream import Stream
 from .average import Average
@@ -136,19 +136,20 @@ def _by_features(
     settings = make_settings(exclude=method.exclude, norm="on", token_weights="uniform", tune="off")
     infos, stem = survey(model, first, blocks, settings, where)
     order = [info.name for info in infos]
+    dtype = common_dtype([base, *experts.values()], where)
     updates: dict[str, Tensor] = {}
     with ExitStack() as stack:
-        merged = stack.enter_context(Network("the merged model", model, order, where, stem).open())
+        merged = stack.enter_context(Network("the merged model", model, order, where, stem, dtype).open())
         opened: dict[int, Network] = {}
         tasks = []
         for name, expert in experts.items():
             if id(expert) not in opened:
-                network = Network(f"expert '{name}'", expert, order, where, stem)
+                network = Network(f"expert '{name}'", expert, order, where, stem, dtype)
                 opened[id(expert)] = stack.enter_context(network.open())
             own = opened[id(expert)]
             stream = Stream(merged if method.sequential else own, batches[name], name)
             tasks.append(Task(name, own, stream, range(len(batches[name])), sum(map(batch_size, batches[name]))))
-        start = Network("the base", base, order, where)
+        start = Network("the base", base, order, where, dtype=dtype)
         bar = progress_bar(method.method, enabled=progress)
         for info, new in merge_blocks(method, infos, tasks, merged, start, bar, notes):
             updates.update({f"{info.name}.{name}": value.cpu() for name, value in new.items()})
