@@ -420,3 +420,27 @@ def test_the_output_of_the_command(tmp_path: Path) -> None:
     assert child.status() == 0
     for words in ("LlamaForCausalLM", "model.layers.0 … 1", "RMSNorm (norm: auto)", "GB of memory", "GB of disk"):
         assert " ".join(words.split()) in " ".join(child.text.split()), child.text
+
+
+def test_an_expert_whose_only_change_is_small(tmp_path: Path) -> None:
+    """One entry of a bias, or of a row that no sample looks at: it was trained, if barely."""
+    recipe = folders.make_job(tmp_path, "bert")
+    for name, place in {"intermediate.dense.bias": (5,), "intermediate.dense.weight": (5, 2)}.items():
+        shutil.rmtree(tmp_path / "task0")
+        shutil.copytree(tmp_path / "base", tmp_path / "task0")
+
+        def change(tensors: dict[str, Tensor], name: str = name, place: tuple[int, ...] = place) -> dict[str, Tensor]:
+            key = next(key for key in tensors if key.endswith(f"layer.1.{name}"))
+            changed = tensors[key].clone()
+            changed[place] += 1.0
+            return tensors | {key: changed}
+
+        rewrite(tmp_path / "task0", change)
+        assert plan_of(recipe).problems == []
+
+
+def test_include_that_selects_nothing(tmp_path: Path) -> None:
+    recipe = folders.make_job(tmp_path, include=["nowhere.*"])
+    problems = plan_of(recipe).problems
+    assert len(problems) == 1 and problems[0].startswith("nothing is left to calibrate in 2 blocks")
+    assert "left out by include / exclude" in problems[0]

@@ -323,3 +323,40 @@ def test_space_is_checked_first_and_what_is_there_counts(half: Path, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
     run(half / "recipe.yaml", half / "out", progress=False)
     same_bytes(half, half / "out")
+
+
+def test_an_emptied_journal_takes_its_notes_along(tmp_path: Path) -> None:
+    recipe = folders.make_job(tmp_path, tune="auto", rows=60)
+    run(recipe, tmp_path / "whole", progress=False)
+    die_in_block(tmp_path, 1)
+    journal = journal_of(tmp_path / "out")
+    note = journal.with_name("tuning.json")
+    assert json.loads(note.read_text())["table"]["candidates"]
+    note.write_text(json.dumps({"chosen": None, "table": {}}))  # of another run: nothing would be calibrated
+    journal.write_bytes(b"")
+    run(recipe, tmp_path / "out", progress=False)
+    assert folders.hashes(tmp_path / "out") == folders.hashes(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "{", '{"fingerprint": 3}', "\xff"])
+def test_a_report_of_something_else_in_an_old_output(text: str, half: Path) -> None:
+    out = half / "out"
+    out.mkdir()
+    (out / "report.json").write_bytes(text.encode("latin-1"))
+    run(half / "recipe.yaml", out, overwrite=True, progress=False)
+    same_bytes(half, out)
+
+
+def test_a_replaced_output_does_not_come_back(job: Path, tmp_path: Path) -> None:
+    """Killed once the new folder was there, with the old one still hidden beside it."""
+    out, old = tmp_path / "out", tmp_path / ".out.featcal-old"
+    out.mkdir()
+    (out / "precious.txt").write_text("old")
+    assert calibrate(job, out, "--overwrite", doom=Doom(tmp_path, 2, old.name)).status() == -9
+    assert (out / "report.json").exists() and old.exists()
+    assert calibrate(job, out, "--overwrite").status() == 0
+    same_bytes(job, out)
+    old.mkdir()  # as an older version may have left it
+    shutil.rmtree(out)
+    assert calibrate(job, out).status() == 0
+    same_bytes(job, out)

@@ -381,3 +381,32 @@ def test_a_bad_place_for_the_output_is_refused_before_anything_is_made(tmp_path:
     assert folders.hashes(tmp_path) == before and not list(folders.hidden(tmp_path))
     run(recipe, tmp_path / "full", overwrite=True, progress=False)
     assert not (tmp_path / "full" / "thesis.txt").exists() and folders.weights(tmp_path / "full")
+
+
+@pytest.mark.parametrize("name", ["recipe", "tokenizer", "images"])
+def test_overwrite_spares_whatever_is_read(name: str, tmp_path: Path) -> None:
+    recipe = folders.make_job(tmp_path, "clip-vision" if name == "images" else "llama")
+    out, tokenizer = tmp_path / "out", None
+    out.mkdir()
+    if name == "recipe":
+        for folder in ("base", "merged", "task0", "task1"):
+            recipe.write_text(recipe.read_text().replace(f"./{folder}", f"../{folder}"))
+        recipe = recipe.rename(out / "recipe.yaml")
+    elif name == "tokenizer":
+        tokenizer = str(out / "tokenizer")
+        folders.tokenizer().save_pretrained(tokenizer)
+    else:
+        (tmp_path / "task1-images").rename(out / "task1-images")
+        rows = (tmp_path / "task1.jsonl").read_text()
+        (tmp_path / "task1.jsonl").write_text(rows.replace("task1-images", "out/task1-images"))
+    before = folders.hashes(out)
+    with pytest.raises(InputError, match=r"contains the input .* which must stay intact"):
+        run(recipe, out, overwrite=True, tokenizer=tokenizer, progress=False)
+    assert folders.hashes(out) == before and not list(folders.hidden(tmp_path))
+
+
+def test_an_output_can_be_made_again_from_its_own_recipe(tmp_path: Path) -> None:
+    run(folders.make_job(tmp_path), tmp_path / "out", progress=False)
+    before = folders.hashes(tmp_path / "out")
+    run(tmp_path / "out" / "featcal.yaml", tmp_path / "out", overwrite=True, progress=False)
+    assert folders.hashes(tmp_path / "out") == before

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import featcal
+import folders
 import pico
 from featcal import tune
 from featcal.api import open_bench, take_samples
 from featcal.bench import Bench
+from featcal.blocks import batch_size
 from featcal.calibrate import calibrate
 from featcal.errors import InputError
+from featcal.recipe import load_recipe
+from featcal.run import choose
 from featcal.settings import Calibration, make_settings
 
 
@@ -234,3 +240,20 @@ def test_the_search_shows_its_rounds(capsys: pytest.CaptureFixture[str], setup: 
         tune.tune(bench_of(setup, stack, settings_of(setup)), settings_of(setup), progress=True)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in lines[::2]] == [f"choosing settings, round {n} of 3" for n in (1, 2, 3)]
+
+
+def test_a_search_holds_out_enough_when_the_recipe_names_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values in a recipe turn its tuner off; `featcal tune` searches around them all the same."""
+    recipe = load_recipe(folders.make_job(tmp_path, rows=60))
+    assert recipe.calibration.tune == "off"
+    counts: list[int] = []
+
+    def search(bench: Bench, settings: Calibration, **options: Any) -> tune.Tuning:
+        counts.extend(sum(map(batch_size, own)) for own in bench.held_out.values())
+        return tune.Tuning(None, [], {}, "scores")
+
+    monkeypatch.setattr(sys.modules["featcal.run"], "tune", search)
+    choose(recipe, progress=False)
+    assert counts == [32, 32]

@@ -351,7 +351,7 @@ def test_state_of_an_earlier_run_is_kept_until_told_otherwise(tmp_path: Path) ->
     again.prepare()
     assert (again.work / "journal").read_text() == "block 3 done" and list(again.out.iterdir()) == []
     again.start_over()
-    assert not again.part.exists()
+    assert not again.work.exists() and not again.out.exists()
 
 
 def _finish(source: Path, final: Path, die_at: int) -> None:

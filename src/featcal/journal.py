@@ -39,6 +39,8 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         lines = self._read()
         if not lines:
+            for note in folder.glob("*.json"):  # of another run, whose journal was lost
+                note.unlink()
             self._rewrite([{"fingerprint": dict(fingerprint)}])
             return
         was, now = lines[0].get("fingerprint", {}), json.loads(json.dumps(dict(fingerprint)))

@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from .adapters import AdaptedCheckpoint
+from .data.images import images_of
 from .dist import Comm
 from .journal import Journal, difference
 from .plan import Plan
@@ -50,22 +51,24 @@ def open_desk(
     """The output folder in the making, held by this run alone until `stack` closes, and the journal in it."""
     place = stack.enter_context(hold(plan, output, overwrite))
     if not fresh and _is_published(place, marks):
-        shutil.rmtree(place.part)
+        place.discard()
         return Desk(place, None)
     place = OutputFolder(output, inputs_of(plan), overwrite)
     if fresh:
-        shutil.rmtree(place.work, ignore_errors=True)
-        shutil.rmtree(place.out, ignore_errors=True)
+        place.start_over()
     place.prepare(max(need - _size(place.work) - _size(place.out), 0))
     return Desk(place, Journal(place.work, marks))
 
 
 def _is_published(place: OutputFolder, marks: Mapping[str, Any]) -> bool:
     """Whether this very run was stopped after OUT had appeared and before its hidden folder was gone."""
-    if place.out.exists() or not (place.final / REPORT).exists():
+    if place.out.exists():
         return False
-    written = json.loads((place.final / REPORT).read_text()).get("fingerprint", {})
-    return difference(written, json.loads(json.dumps(marks))) is None
+    try:
+        written = json.loads((place.final / REPORT).read_text()).get("fingerprint", {})
+    except (OSError, ValueError, AttributeError):  # none, or none of ours
+        return False
+    return isinstance(written, dict) and difference(written, json.loads(json.dumps(marks))) is None
 
 
 @contextmanager
@@ -79,12 +82,19 @@ def hold(plan: Plan, output: str | Path, overwrite: bool) -> Iterator[OutputFold
 
 
 def inputs_of(plan: Plan) -> list[Path]:
-    """Every folder and file that is read and must stay intact."""
+    """Every folder and file that is read and must stay intact.
+
+    Not the copy of the recipe that featcal leaves in its outputs: from there a run may be made again in place.
+    """
     models = [model for model in (plan.merged, plan.base, *plan.experts.values()) if model is not None]
     sources = [Path(spec.data.source) for spec in plan.recipe.tasks.values()]
     checkpoints = [model.checkpoint for model in models]
     adapters = [c.adapter.folder for c in checkpoints if isinstance(c, AdaptedCheckpoint)]
-    return [c.folder for c in checkpoints] + adapters + [path for path in sources if path.exists()]
+    recipe = plan.recipe.file
+    named = [] if recipe is None or recipe.name == RESOLVED else [recipe]
+    named += [] if plan.tokenizer is None else [Path(plan.tokenizer)]
+    named += images_of(row for data in plan.tasks.values() for row in (*data.samples.rows, *data.samples.held_out))
+    return [c.folder for c in checkpoints] + adapters + [path for path in [*sources, *named] if path.exists()]
 
 
 def merge_folder(output: str | Path) -> Path:

@@ -23,6 +23,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PrivateAttr,
     Tag,
     ValidationError,
     ValidationInfo,
@@ -136,6 +137,16 @@ class Recipe(_Strict):
     calibration: Calibration = Field(make_settings(), validate_default=True)
     device: str = Field("auto", description=", ".join(_DEVICES))
     seed: int = Field(42, ge=0, lt=2**32, description="seed of the sample choice")
+    _file: Path | None = PrivateAttr(None)
+
+    @property
+    def file(self) -> Path | None:
+        """The file that it was read from, if any."""
+        return self._file
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same job, wherever it was read from."""
+        return isinstance(other, Recipe) and dict(self) == dict(other)
 
     @field_validator("tasks")
     @classmethod
@@ -230,7 +241,9 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         raise InputError(f"{file} is empty; a recipe needs base, merged and tasks")
     if not isinstance(raw, dict):
         raise InputError(f"{file}: a recipe is a mapping with base, merged and tasks, not {_shown(raw)}")
-    return make_recipe(raw, overrides, folder=file.parent, name=file.name, places=places)
+    recipe = make_recipe(raw, overrides, folder=file.parent, name=file.name, places=places)
+    recipe._file = file
+    return recipe
 
 
 def make_recipe(

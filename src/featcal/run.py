@@ -188,15 +188,17 @@ def choose(
 
     The search is None on other processes than the first.
     """
+    searched = recipe.calibration.model_copy(update={"tune": "auto"})  # decides how many samples are held out
+    wanted = recipe.model_copy(update={"calibration": searched})
     with process_group() as comm, ExitStack() as stack:
 
         def ready_plan() -> Plan:
-            plan = prepare(recipe, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+            plan = prepare(wanted, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
             plan.check()
             return plan
 
         plan = comm.together(ready_plan)
-        tuning = tune(open_bench(plan, comm, stack, None), recipe.calibration, progress=progress)
+        tuning = tune(open_bench(plan, comm, stack, None), searched, progress=progress)
     if comm.rank:
         return None, ""
     settings = (tuning.chosen or recipe.calibration).model_copy(update={"tune": "off"})

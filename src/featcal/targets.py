@@ -5,6 +5,7 @@ Linear modules that read the same tensor form one group and share their moments.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -372,7 +373,11 @@ def _subset(group: Group, chosen: list[bool], readout: bool) -> list[Group]:
 
 
 def choose(infos: list[BlockInfo], model: nn.Module, settings: Calibration) -> list[BlockInfo]:
-    """Apply include / exclude, the norm switch and tied weights; what falls out is kept, with its reason."""
+    """Apply include / exclude, the norm switch and tied weights; what falls out is kept, with its reason.
+
+    Raises:
+        InputError: nothing is left.
+    """
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -399,6 +404,10 @@ def choose(infos: list[BlockInfo], model: nn.Module, settings: Calibration) -> l
             elif not reasons[0]:
                 units.append(unit)
         info.units = units
+    if not any(info.units for info in infos):
+        found = Counter(why for info in infos for why in info.kept.values())
+        shown = "; ".join(f"{count} × {why}" for why, count in found.most_common(3))
+        raise InputError(f"nothing is left to calibrate in {len(infos)} blocks ({shown}); see include, exclude, norm")
     return infos
 
 

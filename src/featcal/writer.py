@@ -236,8 +236,7 @@ class OutputFolder:
         Raises:
             RunError: too little space; states both numbers.
         """
-        if self._old.exists() and not self.final.exists():
-            os.replace(self._old, self.final)  # a run died between its last two renames
+        self._restore()
         problem = space_problem(self.final, need)
         if problem:
             raise RunError(problem)
@@ -247,8 +246,26 @@ class OutputFolder:
             for leftover in self.part.rglob(f".*{_TEMPORARY}"):
                 leftover.unlink()
 
+    def _restore(self) -> None:
+        """Put OUT back if a run died between its last two renames. Without a new one (`out`), the user removed OUT."""
+        if self.out.exists() and self._old.exists() and not self.final.exists():
+            os.replace(self._old, self.final)
+
     def start_over(self) -> None:
-        """Forget what an earlier run left in the hidden folder."""
+        """Forget what an earlier run left in the hidden folder, which itself stays: it holds the lock.
+
+        Raises:
+            RunError: something there cannot be removed.
+        """
+        self._restore()
+        for folder in (self.work, self.out):
+            if folder.exists():
+                with disk_errors(folder):
+                    shutil.rmtree(folder)
+
+    def discard(self) -> None:
+        """Remove the hidden folder, and the OUT that a new one has replaced."""
+        shutil.rmtree(self._old, ignore_errors=True)
         shutil.rmtree(self.part, ignore_errors=True)
 
     def copy_side_files(self, source: Path) -> SideFiles:
@@ -284,8 +301,7 @@ class OutputFolder:
                 os.replace(self.final, self._old)
             os.replace(self.out, self.final)
             _sync_folder(self.final.parent)
-        shutil.rmtree(self._old, ignore_errors=True)
-        shutil.rmtree(self.part, ignore_errors=True)
+        self.discard()
         return self.final
 
 

@@ -15,7 +15,7 @@ from ..dist import under_torchrun
 from ..drift.outputs import Scores
 from ..errors import InputError, nearest
 from ..evaluate.heads import ZeroShotHead
-from ..merging.folder import clear, merge_first
+from ..merging.folder import merge_first
 from ..merging.loading import whole_model
 from ..network import Network
 from ..output import RESOLVED, hold, peak_memory
@@ -85,7 +85,7 @@ def train_recipe(
     OutputFolder(output, overwrite=overwrite)  # an interrupted run has no say in whether OUT may be replaced
     with hold(plan, output, overwrite) as place:
         if fresh:
-            clear(place)
+            place.start_over()
         place.prepare()
         ref = str(chosen.merged)
         if isinstance(chosen.merged, MergeSpec):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,12 @@ def image_bytes(image: dict[str, Any]) -> bytes:
         return bytes(image["bytes"])
     with open(image["path"], "rb") as file:
         return file.read()
+
+
+def images_of(rows: Iterable[Mapping[str, Any]]) -> list[Path]:
+    """The image files that samples name, each once."""
+    images = (row.get("image") for row in rows)
+    return [Path(path) for path in dict.fromkeys(i["path"] for i in images if i and i["bytes"] is None)]
 
 
 def check_image(image: dict[str, Any]) -> str | None:

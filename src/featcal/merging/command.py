@@ -12,7 +12,7 @@ from ..output import RESOLVED, hold
 from ..plan import Plan
 from ..recipe import Recipe, load_recipe, recipe_to_yaml
 from ..writer import OutputFolder, atomic_write
-from .folder import clear, fingerprint, make_merge, method_of, prepare_merge
+from .folder import fingerprint, make_merge, method_of, prepare_merge
 
 
 @dataclass
@@ -73,7 +73,7 @@ def _merge_into(
     OutputFolder(output, overwrite=overwrite)  # an interrupted merge has no say in whether OUT may be replaced
     with hold(plan, output, overwrite) as place:
         if fresh:
-            clear(place)
+            place.start_over()
         made = make_merge(plan, place, fingerprint(plan), progress=progress)
         with atomic_write(place.out / RESOLVED) as file:
             file.write(recipe_to_yaml(recipe).encode())

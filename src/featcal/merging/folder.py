@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -105,7 +104,7 @@ def merge_first(
     marks = fingerprint(plan)
     place = OutputFolder(folder, overwrite=True)
     if fresh:
-        clear(place)
+        place.start_over()
     elif difference(read_made(folder).get("fingerprint", {}), marks) is None:
         logger.info("%s: the merge that an earlier run has finished is taken", method_of(recipe).method)
         return
@@ -166,17 +165,11 @@ def make_merge(plan: Plan, place: OutputFolder, marks: Mapping[str, Any], *, pro
     return made
 
 
-def clear(place: OutputFolder) -> None:
-    """Forget what an interrupted merge has left. The hidden folder itself stays: it holds the lock."""
-    shutil.rmtree(place.work, ignore_errors=True)
-    shutil.rmtree(place.out, ignore_errors=True)
-
-
 def _go_on(place: OutputFolder, marks: Mapping[str, Any], need: int) -> None:
     """Make the hidden folder ready. What is finished in it stays if it is of the same merge."""
     known = place.work / "fingerprint.json"
     if known.is_file() and difference(json.loads(known.read_text()), marks) is not None:
-        clear(place)
+        place.start_over()
     place.prepare(need)
     with atomic_write(known) as file:
         file.write(json.dumps(dict(marks)).encode())
@@ -254,7 +247,7 @@ class _Merge:
             after = after_the_stem(model, self.plan.order, batch, torch.device("cpu"))
             exclude = (*exclude, *map(escape, after))
         place = OutputFolder(self.place.work / "average", overwrite=True)
-        clear(place)
+        place.start_over()
         place.prepare()
         place.copy_side_files(self.base.checkpoint.folder)
         inner = _Merge(self.plan, self.base, place, self.notes, progress=False)
