@@ -19,11 +19,12 @@ from .calibrate import calibrate as run_job
 from .errors import InputError, nearest
 from .log import progress_bar
 from .network import Network, common_dtype, pick_device
+from .proofs import prove
 from .settings import Calibration, make_settings
 from .states import Config, ModelOrState, as_models
 from .stream import MODEL_ERRORS
 from .student import Student
-from .targets import BlockInfo, Group, choose, probe, skippable_stem, with_readout
+from .targets import BlockInfo, Group, choose, probe, with_readout
 from .tune import Tuning, tune
 from .update import Record
 
@@ -165,7 +166,7 @@ def survey(
     with network.open():
         try:
             infos = probe(model, names, batch, device)
-            stem = skippable_stem(model, [info.name for info in infos], cut(batch, 1), device)
+            stem = prove(model, [info.name for info in infos], batch, device)
         except MODEL_ERRORS as error:
             if isinstance(error, InputError):
                 raise

@@ -154,7 +154,7 @@ class Gate:
         self._stem_shapes: dict[tuple[str, torch.Size], torch.Size] = {}
         self.skip_stem: tuple[str, ...] = ()
         """Costly modules ahead of the blocks (a patch embedding's convolution) whose output only the first block reads:
-        once that block is done they return a stand-in of the right shape. `targets.skippable_stem` proves which."""
+        once that block is done they return a stand-in of the right shape. `proofs.skippable_stem` proves which."""
 
     def __enter__(self) -> Gate:
         for name in self.order:

@@ -107,7 +107,8 @@ class Network:
 
     def forward(self, batch: Any, block: str, state: State) -> Any:
         """The block's output on a batch; `state` holds the outputs of earlier blocks (any device)."""
-        return to_device(self.gate.run(batch, block, to_device(state, self.device), self.device), torch.device("cpu"))
+        own = to_device(state, self.device, copy=True)  # a block may change its input in place
+        return to_device(self.gate.run(batch, block, own, self.device), torch.device("cpu"))
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
@@ -140,12 +141,12 @@ def resident_dtype(stored: torch.dtype, dtype: torch.dtype, *, parameter: bool =
     return dtype if parameter or stored.itemsize < 4 else stored
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """Tensors inside tuples, lists and dicts moved to the device; other values as they are."""
+def to_device(value: Any, device: torch.device, *, copy: bool = False) -> Any:
+    """Tensors inside tuples, lists and dicts moved (or with `copy` copied) to the device; other values as they are."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return value.to(device, copy=copy)
     if isinstance(value, dict):
-        return {key: to_device(v, device) for key, v in value.items()}
+        return {key: to_device(v, device, copy=copy) for key, v in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(to_device(v, device) for v in value)
+        return type(value)(to_device(v, device, copy=copy) for v in value)
     return value

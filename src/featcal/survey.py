@@ -16,11 +16,12 @@ from transformers.pytorch_utils import Conv1D
 from .blocks import Gate, batch_size, find_blocks, inference, stack_of
 from .errors import InputError
 from .names import skeleton
+from .proofs import prove
 from .reader import Checkpoint
 from .settings import Calibration
 from .skeleton import fill_with_stand_ins
 from .stream import MODEL_ERRORS
-from .targets import BlockInfo, Group, choose, probe, skippable_stem, weight_view, with_readout
+from .targets import BlockInfo, Group, choose, probe, weight_view, with_readout
 
 ROWS, TOKENS, DECODER_TOKENS = 2, 13, 11
 """Size of the samples that are read; odd numbers, so that they are told from widths and heads in a shape."""
@@ -38,7 +39,7 @@ class Survey:
 
     blocks: list[BlockInfo]
     stem: tuple[str, ...]
-    """Convolutions that need to run only once, see `targets.skippable_stem`."""
+    """Convolutions that need to run only once, see `proofs.skippable_stem`."""
     needed: set[str]
     """Modules outside the blocks that run before the last block does: without their tensors nothing runs."""
     states: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
@@ -77,7 +78,7 @@ def survey(
             infos = probe(model, names, first)
             last = max(place for place, name in enumerate(order) if name in set(names))
             needed = set(order[:last]) - set(names)
-            stem = skippable_stem(model, [info.name for info in infos], first, None)
+            stem = prove(model, [info.name for info in infos], first)
             check_samples(model, [info.name for info in infos], batches)
     except MODEL_ERRORS as error:
         if isinstance(error, InputError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class Group:
     readout: bool = False
     """Whether the class-token weights of the last block apply."""
     rows_per_sample: float = 1.0
+    copied: bool = False
+    """Whether the block changes in place what was read or given (`x += …`), so that it is copied when it is seen."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Norm:
     bias: bool = False
     mask: str | None = None
     readout: bool = False
+    copied: bool = False
 
 
 Unit = Group | Norm
@@ -137,6 +140,23 @@ class _Call:
     module: str
     x: Tensor
     norm: Norm | None
+    y: Tensor | None
+    """What a linear module gave."""
+
+    def __post_init__(self) -> None:
+        self._seen = [(t, version(t)) for t in (self.x, self.y) if t is not None]
+        self.read = id(self.x), version(self.x)
+        """Equal for two modules that read the same values."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether its input or output has been changed in place since."""
+        return any(t.is_inference() or version(t) != before for t, before in self._seen)
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; inference tensors do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Recorder:
@@ -159,7 +179,7 @@ class _Recorder:
         if args and isinstance(args[0], Tensor):
             norm = None if _is_linear(module) else _as_norm(name, module, args[0], y)
             if norm is not None or _is_linear(module):
-                self.calls.append(_Call(name, args[0], norm))
+                self.calls.append(_Call(name, args[0], norm, y if norm is None else None))
 
     def leave(self, name: str) -> None:
         if name not in self.infos:
@@ -172,13 +192,13 @@ class _Recorder:
         times: dict[str, int] = {}
         for call in self.calls:
             times[call.module] = times.get(call.module, 0) + 1
-        groups: dict[int, list[_Call]] = {}
+        groups: dict[tuple[int, int], list[_Call]] = {}
         for call in self.calls:
             if times[call.module] > 1:
                 info.kept[call.module] = f"runs {times[call.module]} times in one pass of its block"
             elif _is_linear(modules[call.module]):
-                groups.setdefault(id(call.x), []).append(call)
-        done: set[int] = set()
+                groups.setdefault(call.read, []).append(call)
+        done: set[tuple[int, int]] = set()
         for call in self.calls:
             if times[call.module] > 1:
                 continue
@@ -186,17 +206,19 @@ class _Recorder:
             if reason:
                 info.kept[call.module] = reason
             elif call.norm is not None:
-                info.units.append(Norm(**{**vars(call.norm), "mask": key}))
-            elif id(call.x) in groups and id(call.x) not in done:
-                done.add(id(call.x))
-                info.units.append(self._group([c.module for c in groups[id(call.x)]], modules, call.x, key))
+                info.units.append(replace(call.norm, mask=key, copied=call.changed))
+            elif call.read in groups and call.read not in done:
+                done.add(call.read)
+                info.units.append(self._group(groups[call.read], modules, key))
         self._keep_the_rest(info, modules, times)
         return info
 
-    def _group(self, names: list[str], modules: dict[str, nn.Module], x: Tensor, key: str | None) -> Group:
+    def _group(self, calls: list[_Call], modules: dict[str, nn.Module], key: str | None) -> Group:
+        names, x = [call.module for call in calls], calls[0].x
         outputs = tuple(weight_view(modules[n]).shape[0] for n in names)
         rows = x.numel() / x.shape[-1] / self.batch_size
-        return Group(tuple(names), x.shape[-1], outputs, key, rows_per_sample=rows)
+        copied = any(call.changed for call in calls)
+        return Group(tuple(names), x.shape[-1], outputs, key, rows_per_sample=rows, copied=copied)
 
     def _rows(self, block: str, x: Tensor) -> tuple[str | None, str]:
         """The mask key that covers the rows of `x`, or why its rows cannot be told."""
@@ -411,48 +433,6 @@ def choose(infos: list[BlockInfo], model: nn.Module, settings: Calibration) -> l
     return infos
 
 
-def skippable_stem(model: nn.Module, order: Sequence[str], batch: Any, device: torch.device | None) -> tuple[str, ...]:
-    """Convolutions outside the blocks that need not run again once the first block is done, proven on one batch.
-
-    Proof: with stand-ins for their outputs, the second block, the last block and the model's output are bit-equal.
-    """
-    inside = tuple(f"{name}." for name in order)
-    convolutions = tuple(
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and not name.startswith(inside)
-    )
-    if not convolutions or len(order) < 2:
-        return ()
-    plain, skipping = _walk(model, order, batch, (), device), _walk(model, order, batch, convolutions, device)
-    return convolutions if all(_equal(a, b) for a, b in zip(plain, skipping, strict=True)) else ()
-
-
-def _walk(
-    model: nn.Module, order: Sequence[str], batch: Any, skip: tuple[str, ...], device: torch.device | None
-) -> list[Any]:
-    gate = Gate(model, order)
-    gate.skip_stem = skip
-    state: dict[str, Any] = {}
-    seen: list[Any] = []
-    with gate:
-        for name in order:
-            state[stack_of(name)] = gate.run(batch, name, state, device)
-            seen.append(state[stack_of(name)])
-        seen.append(gate.finish(batch, state, device))
-    return seen
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and torch.equal(a, b)
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(a == b)
-
-
 class Capture:
     """Inputs of a block's units (and outputs of its linears), caught by hooks while the context is open."""
 
@@ -468,21 +448,21 @@ class Capture:
             key = capture_key(unit, expert)
             if not key:
                 continue
-            self._handles.append(modules[key].register_forward_pre_hook(self._reader(key)))
+            self._handles.append(modules[key].register_forward_pre_hook(self._reader(key, unit.copied)))
             if expert and isinstance(unit, Group):
                 for name in unit.modules:
-                    self._handles.append(modules[name].register_forward_hook(self._writer(name)))
+                    self._handles.append(modules[name].register_forward_hook(self._writer(name, unit.copied)))
 
-    def _reader(self, key: str) -> Callable[..., None]:
+    def _reader(self, key: str, copied: bool) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self.inputs[key] = args[0]
+            self.inputs[key] = args[0].clone() if copied else args[0]
             self._stop_if_complete()
 
         return hook
 
-    def _writer(self, name: str) -> Callable[..., None]:
+    def _writer(self, name: str, copied: bool) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
-            self.outputs[name] = y
+            self.outputs[name] = y.clone() if copied else y
             self._stop_if_complete()
 
         return hook

@@ -24,7 +24,8 @@ from ..errors import InputError, RunError, nearest
 from ..evaluate.heads import Head, OwnHead
 from ..log import progress_bar
 from ..network import Network, common_dtype, pick_device, to_device
-from ..targets import probe, skippable_stem
+from ..proofs import prove
+from ..targets import probe
 from .features import Features, Pairs, final_rows, pair, select, token_mean
 from .modules import METHODS, Correction, DeepSurgery
 
@@ -120,7 +121,7 @@ def train_in_memory(
     where, sample = pick_device(device), next(iter(batches.values()))[0]
     with Network("the merged model", merged, [], where).open():
         order = [info.name for info in probe(merged, find_blocks(merged, blocks), sample, where)]
-        stem = skippable_stem(merged, order, cut(sample, 1), where)
+        stem = prove(merged, order, sample, where)
     scores = {task: head for task, head in (heads or {}).items() if not isinstance(head, OwnHead)}
     dtype = common_dtype([merged, *experts.values()], where)
     network = Network("the merged model", merged, order, where, stem, dtype)

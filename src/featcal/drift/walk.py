@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import State, batch_size, find_blocks, stack_of
+from ..blocks import State, find_blocks, stack_of
 from ..errors import InputError, nearest
 from ..log import progress_bar
 from ..network import Network, common_dtype, pick_device
+from ..proofs import prove
 from ..stream import Stream
-from ..targets import probe, skippable_stem
+from ..targets import probe
 from .operator import block_operator
 from .outputs import Scores, TailReader, feature_drift, output_drift, passes, pick, pooled_feature
 from .results import Tally, TaskDrift
@@ -228,7 +229,7 @@ def measure(
     sample = next(iter(batches.values()))[0]
     with Network("the model", first, [], where).open():
         order = [info.name for info in probe(first, find_blocks(first, blocks), sample, where)]
-        stem = skippable_stem(first, order, pick(sample, slice(0, 1), batch_size(sample)), where)
+        stem = prove(first, order, sample, where)
     dtype = common_dtype([*models.values(), *experts.values(), *([] if base is None else [base])], where)
     networks: dict[int, Network] = {}
 
