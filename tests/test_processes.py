@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -76,6 +77,18 @@ def test_weights_equal_those_of_one_process(
     calibrated = sum(record.status == "calibrated" for record in single.records)
     assert f"{calibrated} modules calibrated" in processes[0].text
     assert not list(folders.hidden(tmp_path))
+
+
+def test_settings_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
+    """A model without scores is tuned by who resembles whom among all held-out samples, not those of one rank."""
+    recipe = folders.make_job(tmp_path, "clip-vision", tune="auto", samples=6, rows=44)
+    single = run(recipe, tmp_path / "single", progress=False).report["tuning"]
+    assert single["kind"] == "feature neighbourhoods"
+    assert statuses(calibrate(tmp_path, 3)) == [0] * 3
+    several = json.loads((tmp_path / "out" / "report.json").read_text())["tuning"]
+    for mine, wanted in zip(several["candidates"], single["candidates"], strict=True):
+        assert mine["chosen"] == wanted["chosen"] and mine["kl"] == pytest.approx(wanted["kl"], rel=1e-4)
+    assert_close(tmp_path, "out")
 
 
 def test_activations_of_every_rank_on_disk(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ seed: -1
         "recipe.yaml, line 15: calibration.rho: input should be a valid number, unable to parse string as a number, got 'yes please'",
         "recipe.yaml, line 16: calibration.batch_size: expected a finite number, got true",
         "recipe.yaml, line 17: calibration.include: expected a list, got a mapping",
-        "recipe.yaml, line 18: device: unknown device 'gpu'; known: auto, cpu, cuda, cuda:N, mps, xpu",
+        "recipe.yaml, line 18: device: unknown device 'gpu'; known: auto, cpu, cuda, cuda:N, xpu",
         "recipe.yaml, line 19: preset: unknown preset 'clipp'; did you mean 'clip'?; known: clip, clip-demo, flan-t5, llama, llama-8b",
         "recipe.yaml, line 20: seed: input should be greater than or equal to 0, got -1",
     ]

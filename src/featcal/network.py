@@ -33,6 +33,8 @@ def _existing(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise InputError(f"device '{name}': torch knows no such device; write auto, cpu, cuda or cuda:N") from None
+    if device.type == "mps":
+        raise InputError("device 'mps': sums are kept in float64, which Apple GPUs cannot; write cpu")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise InputError(f"device '{name}': torch sees {count or 'no'} CUDA GPUs here; write auto or cpu")

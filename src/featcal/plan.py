@@ -137,7 +137,7 @@ def _device(wanted: str) -> torch.device:
     """The device of a recipe, if this machine has it; `cuda` is the local rank's GPU."""
     kind, _, index = wanted.partition(":")
     count = {"cuda": torch.cuda.device_count, "xpu": torch.xpu.device_count}.get(kind, lambda: 1)()
-    if (kind == "mps" and not torch.backends.mps.is_available()) or int(index or 0) >= count:
+    if int(index or 0) >= count:
         raise InputError(f"device: this machine has no {wanted}; write auto, or cpu")
     return pick_device("auto" if wanted == "cuda" else wanted)
 

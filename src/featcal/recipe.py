@@ -37,7 +37,7 @@ from .strict_yaml import Loc, dotted, dump_yaml, parse_yaml
 from .templates import template_columns
 
 _DEVICE = re.compile(r"(auto|cpu|mps)|(cuda|xpu)(:\d+)?")
-_DEVICES = ("auto", "cpu", "cuda", "cuda:N", "mps", "xpu")
+_DEVICES = ("auto", "cpu", "cuda", "cuda:N", "xpu")
 
 
 # ---------------------------------------------------------------------------------------------------- schema

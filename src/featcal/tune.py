@@ -240,15 +240,15 @@ def criterion(kl: Mapping[str, float], merged: Mapping[str, float]) -> float:
 
 def divergences(job: Job, scores: Mapping[str, Scores]) -> tuple[list[dict[str, float]], str]:
     """Per student, by task: mean KL(expert ‖ student) over held-out samples, after the job has run; and of what."""
-    names = [info.name for info in job.blocks]
+    blocks = [info.name for info in job.blocks]
     comm = job.students[0].comm
     sums: list[dict[str, tuple[float, int]]] = [{} for _ in job.students]
-    kind = "scores"
+    unscored: dict[str, list[Tensor]] = {}
     for task in job.tasks:
         held = [i for i in range(len(task.stream.batches)) if i not in set(task.learn)]
         if not held:
             continue
-        readout = list(readouts(job.merged.model, names, task.stream.batches[held[0]]).values())[-1]
+        readout = list(readouts(job.merged.model, blocks, task.stream.batches[held[0]]).values())[-1]
         expert_reader = TailReader(task.expert, scores.get(task.name))
         reader = TailReader(job.merged, scores.get(task.name))
         experts: list[Tensor] = []
@@ -269,17 +269,34 @@ def divergences(job: Job, scores: Mapping[str, Scores]) -> tuple[list[dict[str, 
                 experts.append(pooled_feature(expert, batch, readout))
             count += len(pooled_feature(expert, batch, readout))
         if experts:
-            kind = "feature neighbourhoods"
-            reference = torch.cat(experts)
-            if len(reference) < NEIGHBOURS:
-                raise InputError(
-                    f"tune: without scores, task '{task.name}' needs {NEIGHBOURS} held-out samples and has "
-                    f"{len(reference)}; give more samples, a scores function, or settings of your own"
-                )
-            totals = [float(neighbourhood_kl(reference, torch.cat(own)).sum()) for own in features]
+            unscored[task.name] = [torch.cat(own) for own in (experts, *features)]
+            continue
         for place in range(len(job.students)):
             sums[place][task.name] = (totals[place], count)
-    return [_over_processes(comm.gather_objects(one)) for one in sums], kind
+    table = [_over_processes(comm.gather_objects(one)) for one in sums]
+    neighbourhoods = _by_neighbourhoods(comm.gather_objects(unscored))
+    for name, values in neighbourhoods.items():
+        for one, value in zip(table, values, strict=True):
+            one[name] = value
+    return table, "feature neighbourhoods" if neighbourhoods else "scores"
+
+
+def _by_neighbourhoods(parts: Sequence[Mapping[str, Sequence[Tensor]]]) -> dict[str, list[float]]:
+    """By task, each student's mean `neighbourhood_kl` over the samples of all processes: each is one of the others'.
+
+    `parts`: by process and task, (samples, D) features of the expert and of every student.
+    """
+    found: dict[str, list[float]] = {}
+    for task in dict.fromkeys(task for part in parts for task in part):
+        rows = zip(*(part[task] for part in parts if task in part), strict=True)
+        expert, *students = (torch.cat(own) for own in rows)
+        if len(expert) < NEIGHBOURS:
+            raise InputError(
+                f"tune: without scores, task '{task}' needs {NEIGHBOURS} held-out samples and has "
+                f"{len(expert)}; give more samples, a scores function, or settings of your own"
+            )
+        found[task] = [float(neighbourhood_kl(expert, own).sum()) / len(expert) for own in students]
+    return found
 
 
 def neighbourhood_kl(expert_BD: Tensor, student_BD: Tensor) -> Tensor:
