@@ -142,6 +142,43 @@ def test_only_local_models_give_no_base_model(out: Path) -> None:
     assert read(out).data.base_model == ["org/x"] and read(out).data.tags == ["solo", "featcal", "merge"]
 
 
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_metadata_of_others_stay_byte_for_byte(newline: str, out: Path) -> None:
+    """Comments, words that YAML 1.1 takes for something else, line ends, and bytes that are not UTF-8."""
+    lines = [
+        "---",
+        "language: no  # Norwegian",
+        "tags:  # mine",
+        "- on",
+        "# and of the version",
+        "version: 1.10",
+        "base_model: [org/base]",
+        "---",
+        "# caf\udce9",
+        "",
+        "Text.",
+        "",
+    ]
+    (out / "README.md").write_bytes(newline.join(lines).encode(errors="surrogateescape"))
+    write_card(out)
+    written = (out / "README.md").read_bytes().decode(errors="surrogateescape")
+    assert written.count("\n") == written.count(newline)
+    front, _, body = written.replace(newline, "\n").removeprefix("---\n").partition("---\n")
+    assert front == (
+        "language: no  # Norwegian\ntags:\n- 'on'\n- featcal\n- merge\n# and of the version\nversion: 1.10\n"
+        "base_model:\n- org/base\n- org/expert-1\n- org/expert-2\n- org/expert-3\nbase_model_relation: merge\n"
+    )
+    assert body.startswith(f"# caf\udce9\n\nText.\n\n{BEGIN}\n")
+    write_card(out)
+    assert (out / "README.md").read_bytes().decode(errors="surrogateescape") == written
+
+
+def test_metadata_in_braces(out: Path) -> None:
+    (out / "README.md").write_text("---\n{license: mit, tags: [a]}\n---\n# name\n")
+    write_card(out)
+    assert read(out).data.license == "mit" and read(out).data.tags == ["a", "featcal", "merge"]
+
+
 @pytest.mark.parametrize("front", ["---\nkey: [1\n---\n", "---\njust text\n---\n"])
 def test_metadata_that_cannot_be_read_are_left_alone(out: Path, front: str) -> None:
     (out / "README.md").write_text(f"{front}# name\n")

@@ -48,15 +48,17 @@ def write_card(folder: str | Path) -> Path:
     """
     report = read_report(folder)
     path = Path(folder) / "README.md"
-    old = path.read_text(encoding="utf-8-sig", errors="replace") if path.is_file() else ""
+    old = path.read_bytes().decode("utf-8-sig", errors="surrogateescape") if path.is_file() else ""
+    newline = "\r\n" if "\r\n" in old else "\n"
     match = _FRONT.match(old)
     body = old[match.end() :] if match else old
     before, _, rest = body.partition(BEGIN)
     after = rest.partition(END)[2] if rest else ""
-    parts = [before.strip("\n") or _title(report), section(report), after.strip("\n")]
-    text = "\n\n".join(part for part in parts if part)
+    parts = [before.strip("\r\n") or _title(report), section(report).replace("\n", newline), after.strip("\r\n")]
+    text = (2 * newline).join(part for part in parts if part)
+    front = _front_matter(match[0] if match else "", match[1] if match else "", report, newline)
     with atomic_write(path) as file:
-        file.write(f"{_front_matter(match[0] if match else '', match[1] if match else '', report)}{text}\n".encode())
+        file.write(f"{front}{text}{newline}".encode(errors="surrogateescape"))
     return path
 
 
@@ -67,22 +69,45 @@ def _title(report: Report) -> str:
     return f"# {name}, calibrated"
 
 
-def _front_matter(raw: str, inner: str, report: Report) -> str:
-    """The metadata block with our tags and base models added; as it was when it cannot be read."""
-    try:
-        data = yaml.safe_load(inner) or {}
-    except yaml.YAMLError:
-        return raw
+def _front_matter(raw: str, inner: str, report: Report, newline: str) -> str:
+    """The metadata block with our tags and base models added; as it was when it cannot be read.
+
+    Only the lines of those keys change: comments, and words that YAML 1.1 reads as something else (`no`), stay.
+    """
+    data = _as_text(inner) or {}
     if not isinstance(data, dict):
         return raw
-    tags = _as_list(data.get("tags"))
-    bases = _as_list(data.get("base_model"))
-    data["tags"] = tags + [tag for tag in TAGS if tag not in tags]
+    tags, bases = _as_list(data.get("tags")), _as_list(data.get("base_model"))
+    wanted: dict[str, Any] = {"tags": tags + [tag for tag in TAGS if tag not in tags]}
     known = bases + [ref for ref in hub_ids(report.recipe) if ref not in bases]
     if known:
-        data["base_model"] = known
-        data.setdefault("base_model_relation", "merge")
-    return f"---\n{yaml_dump(data)}---\n"
+        wanted |= {"base_model": known, "base_model_relation": data.get("base_model_relation", "merge")}
+    made = inner
+    for key, value in wanted.items():
+        if data.get(key) != value:
+            made = _with_entry(made, key, yaml_dump({key: value}).replace("\n", newline), newline)
+    if _as_text(made) != {**data, **wanted}:  # the block is written in braces, say
+        made = yaml_dump({**data, **wanted}).replace("\n", newline)
+    return f"---{newline}{made.rstrip()}{newline}---{newline}"
+
+
+def _as_text(inner: str) -> Any:
+    """YAML with every scalar as the text that stands there; what cannot be read, as it is."""
+    try:
+        return yaml.load(inner, yaml.BaseLoader)  # a safe loader
+    except yaml.YAMLError:
+        return inner
+
+
+def _with_entry(inner: str, key: str, entry: str, newline: str) -> str:
+    """A YAML mapping's text with one entry replaced in its place, or added at the end."""
+    root = yaml.compose(inner, yaml.BaseLoader) if isinstance(_as_text(inner), dict) else None
+    for name, node in root.value if isinstance(root, yaml.MappingNode) else ():
+        if name.value == key:
+            listed = isinstance(node, yaml.SequenceNode) and not node.flow_style and node.value
+            last = node.value[-1] if listed else node  # a block list ends only where the next key begins
+            return inner[: name.start_mark.index] + entry.rstrip() + inner[last.end_mark.index :]
+    return f"{inner.rstrip()}{newline}{entry}".lstrip()
 
 
 def hub_ids(recipe: Mapping[str, Any]) -> list[str]:
