@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import save_file
 
 from featcal.discover import discover, find, parse_pairs
-from featcal.documents import Reference, read_merge
+from featcal.documents import Reference, front_matter, read_merge
 from featcal.errors import InputError
 from featcal.intake import Given
 from featcal.recipe import load_recipe
@@ -543,3 +543,14 @@ def test_no_such_folder(place: Path) -> None:
     (place / "elsewhere" / "my-merge").mkdir()
     with pytest.raises(InputError, match="there is no folder 'my-mrge' here; did you mean 'my-merge'"):
         discover("my-mrge", DATA)
+
+
+def test_nesting_without_end_in_a_card(tmp_path: Path) -> None:
+    """YAML that is nested too deeply to be read counts as YAML that cannot be read."""
+    deep = "[" * 20_000
+    (tmp_path / "README.md").write_text(f"---\nx: {deep}\n---\n```yaml\nmodels: {deep}\n```\n")
+    assert front_matter(tmp_path / "README.md") == {}
+    assert read_merge(tmp_path) is None
+    (tmp_path / "mergekit_config.yml").write_text(f"merge_method: {deep}\n")
+    with pytest.raises(InputError, match="not valid YAML"):
+        read_merge(tmp_path)

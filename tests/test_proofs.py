@@ -97,6 +97,25 @@ def test_what_a_walk_cannot_see_is_refused(kind: str, words: str) -> None:
         featcal.calibrate(given.pop("merged"), **given, blocks=["layers.*"], progress=False)
 
 
+def test_a_forward_of_the_instance_is_run_and_put_back() -> None:
+    """As accelerate's hooks and patched models have it; the caller's random state is put back as well."""
+    given = setup("plain")
+    merged, calls = given.pop("merged"), []
+    own = merged.layers[1].forward
+
+    def patched(x: Tensor) -> Tensor:
+        calls.append(x.shape)
+        return own(x)
+
+    merged.layers[1].forward = patched
+    state = torch.get_rng_state()
+    featcal.calibrate(
+        merged, **given, blocks=["layers.*"], tune="off", inplace=True, samples=8, progress=False, device="cpu"
+    )
+    assert calls and merged.layers[1].forward is patched and "forward" not in vars(merged.layers[0])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("change", [lambda x: x, lambda x: x.expand(1, -1, -1)])
 def test_one_sample_is_enough(change: Callable[[Tensor], Tensor]) -> None:
     model = Net().eval()

@@ -76,6 +76,8 @@ def calibrate(
         preset: `clip`, `flan-t5`, `llama`, …: the published settings.
         blocks: globs of block names, for models that are not transformers'.
         device: `auto`, `cpu`, `cuda`, …
+        seed: for models that draw random numbers in their forward, or data that draw on being read; the caller's own
+            random state is put back.
         inplace: change `merged` itself instead of a copy.
         settings: any field of `Calibration`, e.g. alpha=0.3, rho=2.0, ridge=0.05.
 
@@ -86,10 +88,11 @@ def calibrate(
     chosen = make_settings(preset, **settings)
     merged, base, experts = as_models(merged, base, experts, config)
     check_models(merged, base, experts, data)
-    torch.manual_seed(seed)
-    model = merged if inplace else copy.deepcopy(merged)
+    model, where = merged if inplace else copy.deepcopy(merged), pick_device(device)
     with ExitStack() as stack:
-        bench = open_bench(stack, model, base, experts, data, chosen, blocks, pick_device(device))
+        stack.enter_context(torch.random.fork_rng([where] if where.type == "cuda" else []))
+        torch.manual_seed(seed)
+        bench = open_bench(stack, model, base, experts, data, chosen, blocks, where)
         seconds = {"prepare": time.perf_counter() - clock}
         tuning = None
         if chosen.tune == "auto":

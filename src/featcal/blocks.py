@@ -157,17 +157,19 @@ class Gate:
         once that block is done they return a stand-in of the right shape. `proofs.skippable_stem` proves which."""
 
     def __enter__(self) -> Gate:
-        for name in self.order:
-            block = self.model.get_submodule(name)
-            block.forward = partial(self._forward, name, block.forward)
-        for name in self.skip_stem:
+        replacements = [(name, self._forward) for name in self.order] + [(name, self._stem) for name in self.skip_stem]
+        self._own: list[tuple[nn.Module, Any]] = []
+        for name, replacement in replacements:
             module = self.model.get_submodule(name)
-            module.forward = partial(self._stem, name, module.forward)
+            self._own.append((module, vars(module).get("forward")))
+            module.forward = partial(replacement, name, module.forward)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for name in (*self.order, *self.skip_stem):
-            del self.model.get_submodule(name).forward  # the class's own method shows again
+        for module, forward in self._own:
+            del module.forward  # the class's own method shows again
+            if forward is not None:  # or the instance's own: users and libraries (accelerate) set such
+                module.forward = forward
 
     def _stem(self, name: str, real: Callable[..., Any], x: Tensor) -> Tensor:
         if self._live > 0 and (name, x.shape) in self._stem_shapes:

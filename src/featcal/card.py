@@ -95,7 +95,7 @@ def _as_text(inner: str) -> Any:
     """YAML with every scalar as the text that stands there; what cannot be read, as it is."""
     try:
         return yaml.load(inner, yaml.BaseLoader)  # a safe loader
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return inner
 
 

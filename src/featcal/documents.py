@@ -176,7 +176,7 @@ def front_matter(card: Path) -> dict[str, Any]:
     )
     try:
         data = yaml.safe_load(match[1]) if match else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
 
@@ -210,7 +210,7 @@ def _split_revision(text: str) -> tuple[str, str | None]:
 def _only_document(text: str, path: Path) -> Mapping[str, Any]:
     try:
         documents = [document for document in yaml.safe_load_all(text) if document is not None]
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         raise InputError(f"{path}{where}: not valid YAML; repair it, or give --base and --expert TASK=MODEL") from None
@@ -226,7 +226,7 @@ def _yaml_blocks(card: str) -> Iterator[Mapping[str, Any]]:
     for fence in re.finditer(r"^(```|~~~)[ \t]*ya?ml[^\n]*\n(.*?)^\1[ \t]*$", card, re.DOTALL | re.MULTILINE):
         try:
             block = yaml.safe_load(fence[2])
-        except yaml.YAMLError:
+        except (yaml.YAMLError, RecursionError):
             continue
         if isinstance(block, Mapping):
             yield block

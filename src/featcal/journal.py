@@ -116,11 +116,6 @@ class Journal:
     def records(self) -> list[Record]:
         return [Record(**record) for line in self._blocks.values() for record in line["records"]]
 
-    @property
-    def seconds(self) -> float:
-        """Time spent on the finished blocks, over all runs."""
-        return sum(float(line["seconds"]) for line in self._blocks.values())
-
 
 def difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """The first field of two fingerprints that differs."""

@@ -24,7 +24,7 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
     if str(device) != "auto":
         return _existing(str(device))
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
 
 
