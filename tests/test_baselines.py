@@ -490,3 +490,12 @@ def test_the_command_trains_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2 and "did you mean 'surgery'" in capsys.readouterr().err
+    for flag, words in {
+        "--strict": "--strict goes with --method featcal",
+        "--base=x": "--base goes with a merged model",
+        "--max-memory=1G": "--max-memory goes with --method featcal",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["featcal", *arguments, "--overwrite", flag])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2 and words in capsys.readouterr().err

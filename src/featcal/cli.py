@@ -137,14 +137,20 @@ def calibrate(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Calibrate a merged model. The same command again resumes an interrupted run."""
-    if method != "featcal":
-        from .baselines.run import train_recipe
+    from .intake import Given
 
+    given = Given(recipe, overrides or (), data or (), base, expert or (), not no_proof, trust_remote_code)
+    if method != "featcal":
+        from .baselines.run import check_method, train_recipe
+
+        check_method(method)
+        for flag, used in {"--max-memory": max_memory is not None, "--strict": strict}.items():
+            if used:
+                raise InputError(f"{flag} goes with --method featcal; {method} knows nothing of it")
         trained = train_recipe(
-            recipe,
+            given.recipe(),
             output,
             method,
-            overrides=overrides or (),
             overwrite=overwrite,
             fresh=fresh,
             tokenizer=tokenizer,
@@ -153,13 +159,11 @@ def calibrate(
         )
         out.print(trained.summary(), markup=False)
         return
-    from .intake import Given
     from .report.schema import Report
     from .report.words import worse_tasks
     from .run import run
     from .show import show_outcome
 
-    given = Given(recipe, overrides or (), data or (), base, expert or (), not no_proof, trust_remote_code)
     outcome = run(
         given.recipe,
         output,

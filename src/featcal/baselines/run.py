@@ -53,6 +53,12 @@ class Outcome:
         )
 
 
+def check_method(method: str) -> None:
+    """Raises InputError unless `method` names adapters that can be trained."""
+    if method not in METHODS:
+        raise InputError(f"unknown method '{method}'{nearest(method, METHODS)}; known: featcal, {', '.join(METHODS)}")
+
+
 def train_recipe(
     recipe: Recipe | str | Path,
     output: str | Path,
@@ -74,8 +80,7 @@ def train_recipe(
     Raises:
         InputError: anything wrong with the recipe, the models, the data, the method or the output.
     """
-    if method not in METHODS:
-        raise InputError(f"unknown method '{method}'{nearest(method, METHODS)}; known: featcal, {', '.join(METHODS)}")
+    check_method(method)
     if under_torchrun():
         raise InputError(f"{method} trains in one process; start it without torchrun")
     started = time.perf_counter()
