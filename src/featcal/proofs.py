@@ -17,18 +17,21 @@ CLOSE = 1e-3
 
 
 def prove(model: nn.Module, order: Sequence[str], batch: Any, device: torch.device | None = None) -> tuple[str, ...]:
-    """Two samples of a batch through `check_walk`, then `skippable_stem` of them.
+    """Walk two samples from block to block for `check_walk` and `skippable_stem`; returns what the latter does.
 
     Raises:
         InputError: the model cannot be walked from block to block.
     """
     samples = cut(batch, 2)
-    check_walk(model, order, samples, device)
-    return skippable_stem(model, order, samples, device)
+    walked = _walk(model, order, samples, (), device)
+    check_walk(model, order, samples, walked, device)
+    return skippable_stem(model, order, samples, walked, device)
 
 
-def check_walk(model: nn.Module, order: Sequence[str], batch: Any, device: torch.device | None) -> None:
-    """Walk samples from block to block and compare every block's output, and the model's, with one plain forward.
+def check_walk(
+    model: nn.Module, order: Sequence[str], batch: Any, walked: Sequence[Any], device: torch.device | None
+) -> None:
+    """Compare every block's output in a walk, and the model's, with one plain forward.
 
     A finished block hands on only its stack's last output, so they differ where later parts read earlier blocks (skip
     connections, weighted sums of layers).
@@ -46,8 +49,8 @@ def check_walk(model: nn.Module, order: Sequence[str], batch: Any, device: torch
     finally:
         for handle in handles:
             handle.remove()
-    *walked, walked_end = _walk(model, order, batch, (), device)
-    for name, output in zip(order, walked, strict=True):
+    *outputs, walked_end = walked
+    for name, output in zip(order, outputs, strict=True):
         if not _alike(plain[name], _first(output)):
             raise InputError(
                 f"block '{name}' of {type(model).__name__} reads more than the output of the block before it (a skip "
@@ -60,7 +63,9 @@ def check_walk(model: nn.Module, order: Sequence[str], batch: Any, device: torch
         )
 
 
-def skippable_stem(model: nn.Module, order: Sequence[str], batch: Any, device: torch.device | None) -> tuple[str, ...]:
+def skippable_stem(
+    model: nn.Module, order: Sequence[str], batch: Any, walked: Sequence[Any], device: torch.device | None
+) -> tuple[str, ...]:
     """Convolutions outside the blocks that need not run again once the first block is done, proven on one batch.
 
     Proof: with stand-ins for their outputs, the second block, the last block and the model's output are bit-equal.
@@ -73,13 +78,14 @@ def skippable_stem(model: nn.Module, order: Sequence[str], batch: Any, device: t
     )
     if not convolutions or len(order) < 2:
         return ()
-    plain, skipping = _walk(model, order, batch, (), device), _walk(model, order, batch, convolutions, device)
-    return convolutions if all(_equal(a, b) for a, b in zip(plain, skipping, strict=True)) else ()
+    skipping = _walk(model, order, batch, convolutions, device)
+    return convolutions if all(_equal(a, b) for a, b in zip(walked, skipping, strict=True)) else ()
 
 
 def _walk(
     model: nn.Module, order: Sequence[str], batch: Any, skip: tuple[str, ...], device: torch.device | None
 ) -> list[Any]:
+    """Every block's output, then the model's."""
     gate = Gate(model, order)
     gate.skip_stem = skip
     state: dict[str, Any] = {}

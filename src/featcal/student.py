@@ -176,8 +176,7 @@ class Student:
             if settings.bias and self._linears[name].merged_bias_M is not None and settings.selects(f"{full}.bias")
         }
         modules = {name: self._linears[name] for name in group.modules}
-        changed = [f"{name}.weight" for name in modules] + [f"{name}.bias" for name in modules if name in biased]
-        dtypes = {name: self.network.stored_dtype(f"{self._name}.{name}") for name in changed}
+        dtypes = self._stored_dtypes([f"{name}.weight" for name in modules] + [f"{name}.bias" for name in biased])
         new, records = update_group(self._name, modules, dtypes, self._sums[group.modules[0]], settings, biased)
         for name in group.modules:
             if f"{name}.weight" in new:
@@ -190,14 +189,15 @@ class Student:
         names = [f"{norm.module}.weight"] + ([f"{norm.module}.bias"] if norm.bias else [])
         merged = _affine_of(module, norm)
         base = _affine(self._base[names[0]], self._base[names[1]] if norm.bias else None, norm)
-        first, *rest = (self.network.stored_dtype(f"{self._name}.{name}") for name in names)
-        dtypes = first, (rest or [first])[0]
+        dtypes = self._stored_dtypes(names)
         parts = self.comm.gather_parts(self._parts[norm.module], self.network.device)
-        made = update_norm(
+        new, record = update_norm(
             self._name, norm.module, norm.centred, norm.offset, merged, base, dtypes, parts, self.settings
         )
-        new = {name: value for name, value in zip(names, made[:2], strict=False) if value is not None}
-        return new, [made[2]]
+        return new, [record]
+
+    def _stored_dtypes(self, names: Sequence[str]) -> dict[str, torch.dtype]:
+        return {name: self.network.stored_dtype(f"{self._name}.{name}") for name in names}
 
     @contextmanager
     def installed(self, block: nn.Module) -> Iterator[None]:

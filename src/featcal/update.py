@@ -171,11 +171,11 @@ def update_norm(
     offset: float,
     merged: tuple[Tensor, Tensor | None],
     base: tuple[Tensor, Tensor | None],
-    dtypes: tuple[torch.dtype, torch.dtype],
+    dtypes: dict[str, torch.dtype],
     parts: list[NormPart],
     settings: Calibration,
-) -> tuple[Tensor | None, Tensor | None, Record]:
-    """New weight and shift (each (C,), rounded to the file's `dtypes`; None: kept) of a norm, and its record.
+) -> tuple[dict[str, Tensor], Record]:
+    """New `{module}.weight` and `{module}.bias` of a norm, each (C,) and rounded to the file's `dtypes`; its record.
 
     `merged`, `base` and the experts' `parts` hold effective scales (weight + offset) and shifts, (C,) each.
     """
@@ -193,7 +193,9 @@ def update_norm(
     gamma, beta = solve.norm_affine(
         mean, energy, gammas, betas, g_merged, g_base, b_merged, b_base, settings.ridge, settings.rho
     )
-    weight, shift = (gamma - offset).to(dtypes[0]), None if beta is None else beta.to(dtypes[1])
+    new = {f"{module}.weight": (gamma - offset).to(dtypes[f"{module}.weight"])}
+    if beta is not None:
+        new[f"{module}.bias"] = beta.to(dtypes[f"{module}.bias"])
     anchors = (
         solve.anchor(g_merged, g_base, settings.rho),
         (None if b_merged is None or b_base is None else solve.anchor(b_merged, b_base, settings.rho)),
@@ -209,17 +211,19 @@ def update_norm(
 
     record.ridge = settings.ridge
     record.before = objective(g_merged, b_merged)
-    rounded = weight.double() + offset, None if shift is None else shift.double()
-    coarse = any(t is not None and t.dtype.itemsize < 4 for t in (weight, shift))
-    record.after = objective(*rounded) if coarse else objective(gamma, beta)
+    coarse = any(value.dtype.itemsize < 4 for value in new.values())
+    if coarse:
+        gamma = new[f"{module}.weight"].double() + offset
+        beta = None if beta is None else new[f"{module}.bias"].double()
+    record.after = objective(gamma, beta)
     record.seconds = time.perf_counter() - start
-    if not all(bool(t.isfinite().all()) for t in (weight, shift) if t is not None):
+    if not all(bool(value.isfinite().all()) for value in new.values()):
         record.reason = "non-finite features or solution"
         record.before = record.after = None
-        return None, None, record
+        return {}, record
     if coarse and not record.after <= record.before:
-        record.reason = f"rounding to {str(weight.dtype).removeprefix('torch.')} outweighs the gain"
+        record.reason = f"rounding to {str(dtypes[f'{module}.weight']).removeprefix('torch.')} outweighs the gain"
         record.after = record.before
-        return None, None, record
+        return {}, record
     record.status = "calibrated"
-    return weight, shift, record
+    return new, record
